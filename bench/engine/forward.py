@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from specdec_kernels.cli.table import print_table
 from specdec_kernels.models.backends.native import CausalLM
-from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm
 from specdec_kernels.synthetic.shapes import SHAPES, draft_vocab_of, shape_config
@@ -53,7 +53,7 @@ class Pass:
         self.target = target
         self.tokens = torch.randint(target.config.vocab_size, (batch, nodes), device=device).int()
         self.positions = prefix + ints([list(range(nodes))] * batch)
-        self.rows = Rows(
+        self.rows = PagedBatch(
             slots=torch.arange(batch, device=device).int(),
             page_table=torch.randperm(batch * pages, device=device).int().view(batch, pages),
             prefix_lens=ints([prefix] * batch),
@@ -81,7 +81,7 @@ class Products:
         self.inputs = {width: torch.randn(rows, width, device=weight.device, dtype=weight.dtype) for width in widths}
 
     def __call__(self) -> Tensor:
-        for product in [*self.products, self.head.product]:
+        for product in [*self.products, self.head.linear]:
             x, weight = self.inputs[product.weight.shape[1]], product.weight
             out = functional.linear(x, weight) if isinstance(weight, Tensor) else product(x)
         return out

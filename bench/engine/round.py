@@ -37,8 +37,8 @@ from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.engine.drafts.model import MOST_NODES
 from specdec_kernels.models.families import kv_numbers
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
-from specdec_kernels.models.layers.moe import QuantisedExperts
-from specdec_kernels.models.layers.quantized import QuantisedLinear
+from specdec_kernels.models.layers.moe import QuantizedExperts
+from specdec_kernels.models.layers.quantized import QuantizedLinear
 from specdec_kernels.status import FinishReason
 from specdec_kernels.synthetic.acceptance import Acceptance, PublishedAcceptance
 from specdec_kernels.synthetic.models import PlantedText, eagle3_config, plant_causal_lm, plant_eagle3
@@ -416,9 +416,9 @@ def weights(module: nn.Module, num_rows: int | None = None) -> Weights:
     """
     total = Weights()
     for part in module.modules():
-        if isinstance(part, QuantisedLinear):
+        if isinstance(part, QuantizedLinear):
             total += Weights(math.prod(part.weight.shape), part.weight.nbytes)
-        if isinstance(part, QuantisedExperts):
+        if isinstance(part, QuantizedExperts):
             total += taken(module, Weights(part.numel(), part.nbytes), num_rows)
         if not isinstance(part, nn.Embedding):
             for p in part.parameters(recurse=False):

@@ -9,20 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specdec_kernels.models.layers.moe import QuantisedExperts
-from specdec_kernels.models.layers.quantized import (
-    FP8,
-    GROUP,
-    LARGEST,
-    Fp8Weight,
-    Int4Weight,
-    QuantisedLinear,
-    StoredWeight,
-)
+from specdec_kernels.models.layers.fp8 import FP8, GROUP, LARGEST
+from specdec_kernels.models.layers.moe import QuantizedExperts
+from specdec_kernels.models.layers.quantized import Fp8Weight, Int4Weight, QuantizedLinear, QuantizedWeight
 from specdec_kernels.models.weights.formats import of_blocks
 
 
-def fp8_blocks(weight: Tensor) -> StoredWeight:
+def fp8_blocks(weight: Tensor) -> QuantizedWeight:
     """A scale for each block of 128 by 128 numbers, activations rounded by groups of 128: as Qwen3-8B-FP8."""
     outs, ins = weight.shape
     padded = functional.pad(weight.float(), (0, -ins % GROUP, 0, -outs % GROUP))
@@ -31,30 +24,30 @@ def fp8_blocks(weight: Tensor) -> StoredWeight:
     return of_blocks((weight.float() / spread).to(FP8), scales, "group")
 
 
-def fp8_rows(weight: Tensor) -> StoredWeight:
+def fp8_rows(weight: Tensor) -> QuantizedWeight:
     """A scale for each row, and one for each row of activations: as compressed-tensors' FP8-dynamic."""
     scales = weight.float().abs().amax(1, keepdim=True) / LARGEST
     return Fp8Weight((weight.float() / scales).to(FP8), scales, "token")
 
 
-def int4(weight: Tensor) -> StoredWeight:
+def int4(weight: Tensor) -> QuantizedWeight:
     """Groups of 128 columns, whose zero is 8 and whose scale is a number of 16 bits."""
     grouped = weight.float().unflatten(1, (-1, min(GROUP, weight.shape[1])))
     scales = (grouped.abs().amax(-1) / 7).to(torch.bfloat16).float()
     numbers = ((grouped / scales[..., None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
-    return Int4Weight.of(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
+    return Int4Weight.pack(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
 
 
-STORED: dict[str, Callable[[Tensor], StoredWeight]] = {"fp8": fp8_blocks, "fp8-rows": fp8_rows, "int4": int4}
+STORED: dict[str, Callable[[Tensor], QuantizedWeight]] = {"fp8": fp8_blocks, "fp8-rows": fp8_rows, "int4": int4}
 
 
-def stored_experts(gate_up: Tensor, down: Tensor, kind: str) -> QuantisedExperts:
+def stored_experts(gate_up: Tensor, down: Tensor, kind: str) -> QuantizedExperts:
     """Of weights [experts, out, in], gates before ups.
 
     Raises:
         ValueError: another kind than one of 8 bits.
     """
-    experts = QuantisedExperts(len(down))
+    experts = QuantizedExperts(len(down))
     for number in range(len(down)):
         for part, weight in zip(("gate", "up", "down"), (*gate_up[number].chunk(2), down[number]), strict=True):
             stored = STORED[kind](weight)
@@ -78,6 +71,6 @@ def store_layers(model: Any, kind: str) -> None:
     for path, linear in list(layers.named_modules()):
         if type(linear) is nn.Linear:
             parent, _, leaf = path.rpartition(".")
-            stored = QuantisedLinear(linear)
+            stored = QuantizedLinear(linear)
             stored.store(STORED[kind](linear.weight))
             setattr(layers.get_submodule(parent), leaf, stored)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from specdec_kernels.engine import Engine
 from specdec_kernels.models.language_model import Way, open_language_model, way_of
-from specdec_kernels.models.layers.linear import GatedFeedForward
-from specdec_kernels.models.layers.moe import ExpertFeedForward, Fp8Experts
+from specdec_kernels.models.layers.mlp import GatedMLP
+from specdec_kernels.models.layers.moe import Fp8Experts, MoE
 from specdec_kernels.models.layers.quantized import Fp8Weight, Int4Weight
 from specdec_kernels.models.options import ModelOptions
 from support.quantized_checkpoints import EXPERTS, write_model
@@ -60,7 +60,7 @@ def test_quantised_experts(name: str, experts: str, tmp_path: Path) -> None:
     way, target = opened(write_model(tmp_path, name, "qwen3_moe", **EXPERTS)[0])
     assert way.experts == experts
     parts = [layer.feed_forward for layer in target.decoder.layers]
-    of_experts = [part.experts for part in parts if isinstance(part, ExpertFeedForward)]
+    of_experts = [part.experts for part in parts if isinstance(part, MoE)]
     assert of_experts and all(isinstance(part, Fp8Experts) == ("8 bits" in experts) for part in of_experts)
 
 
@@ -108,5 +108,5 @@ def test_dense_parts_share_a_dtype(tmp_path: Path) -> None:
     way, target = opened(saved(tmp_path, "llama", **NATIVE))
     assert way.layers == "native" and way.rounds == "captured as CUDA graphs"
     for layer in target.decoder.layers:
-        assert isinstance(layer.feed_forward, GatedFeedForward)
+        assert isinstance(layer.feed_forward, GatedMLP)
         assert isinstance(layer.attention.qkv.weight, Tensor)

@@ -24,7 +24,7 @@ from specdec_kernels.engine import (
 )
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.heads.eagle import EagleHead
-from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.update import write
 from support.changed_weights import DRAFTS, HEAD, PARAMS, TARGET, changed, eagle3, make_engine, tensors_of, texts
@@ -150,7 +150,7 @@ def logits(lm: CausalLM) -> Tensor:
     positions = torch.arange(tokens.shape[1], dtype=torch.int32)[None]
     zero = torch.zeros(1, dtype=torch.int32)
     pages = torch.arange(lm.pools.num_pages, dtype=torch.int32)[None]
-    rows = Rows(slots=zero, page_table=pages, prefix_lens=zero, tail_len=tokens.shape[1])
+    rows = PagedBatch(slots=zero, page_table=pages, prefix_lens=zero, tail_len=tokens.shape[1])
     with torch.inference_mode():
         return lm.logits(lm.forward(tokens, positions, rows).hidden)
 

@@ -10,7 +10,7 @@ import torch
 
 from specdec_kernels.engine import Draft, Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.backends.native import CausalLM, check_supported
-from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from support.family_cases import (
     CASES,
@@ -76,9 +76,9 @@ def test_logits_and_states_are_those_of_the_module(case: str, device: torch.devi
 
     text, ends = torch.randint(VOCAB, (30,)).tolist(), [7, 9]
     table = int32([[2, 0, 3, 1]])
-    rows = Rows(int32([0]), table, int32([0]), tail_len=30)
+    rows = PagedBatch(int32([0]), table, int32([0]), tail_len=30)
     prompt = lm.forward(int32([text]), int32([list(range(30))]), rows)
-    tree = Rows(int32([0]), table, int32([30]), tail_len=2, mask=torch.tensor([[[1], [2]]], device=device))
+    tree = PagedBatch(int32([0]), table, int32([30]), tail_len=2, mask=torch.tensor([[[1], [2]]], device=device))
     leaves = lm.forward(int32([ends]), int32([[30, 30]]), tree)
     for i, end in enumerate(ends):
         out = module(torch.tensor([[*text, end]]), output_hidden_states=True, use_cache=False)

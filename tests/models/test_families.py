@@ -18,7 +18,7 @@ from specdec_kernels.engine import Eagle3, Engine, Ngram, SamplingParams, Standa
 from specdec_kernels.models.families import Llama, base, family_of, register
 from specdec_kernels.models.heads.base import load_head
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
-from specdec_kernels.models.layers.linear import merged
+from specdec_kernels.models.layers.linear import fused
 from specdec_kernels.tiny import tiny_model
 from support.random_checkpoints import VOCAB, random_prompts, save_random_model
 from support.tiny_checkpoint import Comparison, held_out, target_with_features
@@ -56,7 +56,7 @@ def test_merged_products_share_their_weights_with_the_modules(bias: bool) -> Non
     parts = linears(bias)
     before = deepcopy(parts)
     parameters = [part.weight for part in parts]
-    whole = merged(*parts)
+    whole = fused(*parts)
     x = torch.randn(3, 8)
     torch.testing.assert_close(whole(x), torch.cat([part(x) for part in before], -1))
     for part, old, parameter in zip(parts, before, parameters, strict=True):
@@ -65,28 +65,28 @@ def test_merged_products_share_their_weights_with_the_modules(bias: bool) -> Non
     with torch.no_grad():
         parts[1].weight.fill_(7)  # as whoever updates a model's weights in place
     assert (whole.weight[6:8] == 7).all() and not whole.weight.requires_grad
-    again = merged(*parts)
+    again = fused(*parts)
     assert again.weight.data_ptr() == whole.weight.data_ptr() and torch.equal(again.weight, whole.weight)
     assert (again.bias is None) == (whole.bias is None)
 
 
 def test_products_that_only_seem_to_be_rows_of_one_are_copied() -> None:
     parts = linears()
-    whole = merged(*parts)
-    other = merged(parts[1], parts[0], parts[2])  # of one tensor, in another order
+    whole = fused(*parts)
+    other = fused(parts[1], parts[0], parts[2])  # of one tensor, in another order
     x = torch.randn(3, 8)
     torch.testing.assert_close(other(x), whole(x)[:, [6, 7, *range(6), *range(8, 12)]])
     assert other.weight.data_ptr() != whole.weight.data_ptr()
     strided = linears()
     strided[0].weight.data = torch.randn(8, 6).t()
-    torch.testing.assert_close(merged(*strided)(x), torch.cat([part(x) for part in strided], -1))
+    torch.testing.assert_close(fused(*strided)(x), torch.cat([part(x) for part in strided], -1))
 
 
 def test_projections_of_which_some_have_a_bias_are_refused() -> None:
     with pytest.raises(ValueError) as error:
-        merged(*linears()[:2], nn.Linear(8, 4, bias=False))
+        fused(*linears()[:2], nn.Linear(8, 4, bias=False))
     assert str(error.value) == (
-        "model: bias is missing in some of the projections that are merged, expected all or none"
+        "model: bias is missing in some of the projections that are fused, expected all or none"
     )
 
 

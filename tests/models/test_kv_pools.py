@@ -19,7 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.models.kv_pools import KvPools, KvScales, KvShape
 from specdec_kernels.models.language_model import open_language_model
-from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.kv_scales import FP8, LARGEST, ROOM, checkpoint_scales, measured_scale
 from specdec_kernels.tiny import tiny_model
@@ -260,7 +260,7 @@ def test_logits_are_those_of_rounded_kv(name: str, implementation: str, folder: 
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     table = torch.arange(8, dtype=torch.int32, device=device)[None]
     positions = torch.arange(count, dtype=torch.int32, device=device)[None]
-    rows = Rows(zero, table, zero, count, status=zero.clone())
+    rows = PagedBatch(zero, table, zero, count, status=zero.clone())
     logits = target.logits(target.forward(tokens.int().to(device), positions, rows).hidden)[0]
     assert relative_error(logits, with_rounded_kv(module, target.pools)(tokens).logits[0]) < 2e-3
     plain = relative_error(logits, module(tokens).logits[0])
@@ -281,7 +281,7 @@ def test_logits_of_16_bits(implementation: str, dtype: torch.dtype, device: torc
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     table = torch.arange(8, dtype=torch.int32, device=device)[None]
     positions = torch.arange(60, dtype=torch.int32, device=device)[None]
-    hidden = target.forward(tokens.int().to(device), positions, Rows(zero, table, zero, 60)).hidden
+    hidden = target.forward(tokens.int().to(device), positions, PagedBatch(zero, table, zero, 60)).hidden
     want = module(tokens).logits[0]
     own = relative_error(module.to(dtype)(tokens).logits[0], want)
     assert relative_error(target.logits(hidden)[0], want) < 2 * own < 0.1

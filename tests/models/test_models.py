@@ -18,7 +18,7 @@ from specdec_kernels.models.families import base
 from specdec_kernels.models.heads.base import load_head
 from specdec_kernels.models.heads.eagle3 import Eagle3Head, feature_layers
 from specdec_kernels.models.language_model import implementation_of
-from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.tiny import tiny_model
 from support.random_checkpoints import random_prompts, save_random_model
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model, target_with_features
@@ -153,7 +153,7 @@ def test_features_are_the_states_that_enter_layers(device: torch.device) -> None
     positions = torch.arange(10, dtype=torch.int32, device=device)[None]
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     pages = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
-    rows = Rows(zero, pages, zero, 10, num_valid=zero + 10, status=zero.clone())
+    rows = PagedBatch(zero, pages, zero, 10, num_valid=zero + 10, status=zero.clone())
     features = target.forward(tokens.int().to(device), positions, rows).features
     assert features is not None
     torch.testing.assert_close(features.cpu(), torch.cat(states[: len(layers)], -1), rtol=1e-3, atol=1e-3)

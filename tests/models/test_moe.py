@@ -17,16 +17,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import specdec_kernels as sd
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
-from specdec_kernels.models.layers.linear import MadeRows, Product, rows_at
+from specdec_kernels.models.layers.expert_outputs import ExpertOutputs, select_rows
+from specdec_kernels.models.layers.fp8 import fake_quantize
+from specdec_kernels.models.layers.linear import Linear
 from specdec_kernels.models.layers.moe import (
     FEW_ROWS,
     Experts,
-    QuantisedExperts,
+    QuantizedExperts,
     SigmoidRouter,
     SoftmaxRouter,
-    routes_of,
+    routing_of,
 )
-from specdec_kernels.models.layers.quantized import Fp8Weight, rounded
+from specdec_kernels.models.layers.quantized import Fp8Weight
 from specdec_kernels.ops import Routing
 from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm
 from support.random_checkpoints import EXPERTS, random_prompts, save_random_model
@@ -47,7 +49,7 @@ def experts(number: int, hidden: int, inner: int, dtype: torch.dtype, device: to
 def routes(rows: int, number: int, taken: int, device: torch.device) -> Routing:
     """Of so many experts, the last two of which nobody takes."""
     chosen = torch.rand(rows, number - 2, device=device).topk(taken).indices
-    return routes_of(chosen, torch.rand(rows, taken, device=device), number)
+    return routing_of(chosen, torch.rand(rows, taken, device=device), number)
 
 
 def by_definition(part: Experts, x: Tensor, chosen: Routing) -> Tensor:
@@ -77,7 +79,7 @@ def test_every_way_gives_the_same_sums(dtype: torch.dtype, rows: int, bias: bool
     part = experts(12, 32, 48, dtype, device, bias)
     x, chosen = torch.randn(rows, 32, device=device).to(dtype), routes(rows, 12, 3, device)
     want = by_definition(part, x, chosen)
-    for way in (part.grouped, part.gathered, part.all_of_them, part):
+    for way in (part.by_torch_grouped_mm, part.by_gathered_weights, part.by_all_experts, part):
         got = way(x, chosen)
         assert got.dtype == dtype
         torch.testing.assert_close(got.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
@@ -91,9 +93,9 @@ def test_our_op_gives_the_same_sums(dtype: torch.dtype, rows: int, device: torch
     part = dataclasses.replace(part, down_bias=torch.randn(12, 64, device=device).to(dtype))
     x, chosen = torch.randn(rows, 64, device=device).to(dtype), routes(rows, 12, 3, device)
     few = rows * 3 <= FEW_ROWS * 12
-    ours = x.is_cuda and (few or not part.has_grouped_kernel(x))
-    assert part.fits_our_op(x) and part.plan(x, chosen) == ("moe_grouped_gemm" if ours else "grouped")
-    got, want = part.by_our_op(x, chosen), by_definition(part, x, chosen)
+    ours = x.is_cuda and (few or not part.has_torch_grouped_mm(x))
+    assert part.fits_grouped_gemm(x) and part.plan(x, chosen) == ("moe_grouped_gemm" if ours else "grouped")
+    got, want = part.by_grouped_gemm(x, chosen), by_definition(part, x, chosen)
     torch.testing.assert_close(got.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
 
 
@@ -101,18 +103,18 @@ def test_experts_that_our_op_does_not_take() -> None:
     """Other numbers, widths, strides, biases, activations and roundings."""
     x, cpu = torch.zeros(1, 64, dtype=torch.bfloat16), torch.device("cpu")
     part = experts(4, 64, 128, torch.bfloat16, cpu, False)
-    assert part.fits_our_op(x) and not part.fits_our_op(x.half())
+    assert part.fits_grouped_gemm(x) and not part.fits_grouped_gemm(x.half())
     gate_up, bias = part.gate_up.contiguous(), torch.zeros(4, 256, dtype=torch.bfloat16)
     changes: tuple[dict[str, Any], ...] = (
         {"gate_up": gate_up},
         {"gate_up_bias": bias},
-        {"gate": torch.nn.GLU()},
+        {"act": torch.nn.GLU()},
         {"activations": "token"},
     )
     for change in changes:
-        assert not dataclasses.replace(part, **change).fits_our_op(x)
-    assert not experts(4, 64, 96, torch.bfloat16, cpu, False).fits_our_op(x)
-    assert not experts(4, 64, 128, torch.float32, cpu, False).fits_our_op(x.float())
+        assert not dataclasses.replace(part, **change).fits_grouped_gemm(x)
+    assert not experts(4, 64, 96, torch.bfloat16, cpu, False).fits_grouped_gemm(x)
+    assert not experts(4, 64, 128, torch.float32, cpu, False).fits_grouped_gemm(x.float())
 
 
 @pytest.mark.parametrize("activations", ["group", "token", "none"])
@@ -120,7 +122,7 @@ def test_experts_that_our_op_does_not_take() -> None:
 def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.device) -> None:
     """The op on the weights as they are stored, and products with widened ones."""
     dense = experts(12, 256, 128, torch.float32, device, False)
-    stored = QuantisedExperts(12)
+    stored = QuantizedExperts(12)
     for number in range(12):
         gate, up = dense.gate_up[number].mT.chunk(2)
         for part, weight in (("gate", gate), ("up", up), ("down", dense.down[number].mT)):
@@ -133,10 +135,10 @@ def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.devi
     for row, (of_row, shares) in enumerate(zip(chosen.topk_ids.tolist(), chosen.topk_weights.tolist(), strict=True)):
         for expert, share in zip(of_row, shares, strict=True):
             gate_up, down = (weight.double() for weight in part.weights_of(expert, torch.float32))
-            gate, up = (rounded(x[row : row + 1], activations).double() @ gate_up).chunk(2, 1)
-            inner = rounded((functional.silu(gate) * up).to(x.dtype), activations).double()
+            gate, up = (fake_quantize(x[row : row + 1], activations).double() @ gate_up).chunk(2, 1)
+            inner = fake_quantize((functional.silu(gate) * up).to(x.dtype), activations).double()
             want[row] += (share * inner @ down)[0].cpu()
-    for way in (part.by_our_op, part.gathered, part.all_of_them, part):
+    for way in (part.by_grouped_gemm, part.by_gathered_weights, part.by_all_experts, part):
         assert (way(x, chosen).double().cpu() - want).norm() <= 5e-2 * want.norm()
     assert torch.equal(stored(x, chosen.topk_ids, chosen.topk_weights), part(x, chosen))
 
@@ -144,13 +146,13 @@ def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.devi
 def test_experts_of_eight_bits_that_the_op_does_not_take() -> None:
     """Widths that are no groups, and scales of other groups than the rows'."""
     for inner, groups, activations in ((160, 1, "token"), (128, 1, "group"), (128, 2, "token")):
-        stored = QuantisedExperts(3)
+        stored = QuantizedExperts(3)
         for number, (part, outs, ins) in itertools.product(
             range(3), (("gate", inner, 256), ("up", inner, 256), ("down", 256, inner))
         ):
             of_part = torch.rand(outs, min(groups, -(-ins // 128)))
             stored.store(number, part, Fp8Weight(torch.randn(outs, ins).to(torch.float8_e4m3fn), of_part, activations))
-        assert not stored.experts().fits_our_op(torch.zeros(1, 256, dtype=torch.bfloat16))
+        assert not stored.experts().fits_grouped_gemm(torch.zeros(1, 256, dtype=torch.bfloat16))
 
 
 def test_which_way_is_taken() -> None:
@@ -168,7 +170,7 @@ def test_what_an_expert_makes_of_others_rows_does_not_count() -> None:
     part = experts(4, 32, 48, torch.float16, torch.device("cpu"), False)
     part.down[3] *= 30000  # infinities, in float16
     x, chosen = torch.randn(20, 32).half(), routes(20, 4, 2, torch.device("cpu"))
-    for way in (part.grouped, part.gathered, part.all_of_them):
+    for way in (part.by_torch_grouped_mm, part.by_gathered_weights, part.by_all_experts):
         assert way(x, chosen).isfinite().all()
 
 
@@ -178,7 +180,7 @@ def test_other_experts_when_a_graph_is_replayed(rows: int, dtype: torch.dtype, d
     if device.type == "cpu":
         pytest.skip("graphs are of GPUs")
     part = experts(12, 64, 48, dtype, device, False)
-    router = SoftmaxRouter(Product(torch.randn(12, 64, device=device).to(dtype), None), 3, True)
+    router = SoftmaxRouter(Linear(torch.randn(12, 64, device=device).to(dtype), None), 3, True)
     x = torch.randn(rows, 64, device=device).to(dtype)
     part(x, router(x))
     torch.cuda.synchronize()
@@ -196,7 +198,7 @@ def test_other_experts_when_a_graph_is_replayed(rows: int, dtype: torch.dtype, d
 
 
 def test_the_softmax_router_takes_the_most_probable(device: torch.device) -> None:
-    scores = Product(torch.randn(9, 16, device=device), torch.randn(9, device=device))
+    scores = Linear(torch.randn(9, 16, device=device), torch.randn(9, device=device))
     x = torch.randn(5, 16, device=device)
     odds = (x.double() @ scores.weight.double().T + scores.bias.double()).softmax(-1)  # type: ignore[union-attr]
     for normalised in (False, True):
@@ -205,7 +207,7 @@ def test_the_softmax_router_takes_the_most_probable(device: torch.device) -> Non
         want = odds.gather(1, chosen.topk_ids)
         want = want / want.sum(-1, keepdim=True) if normalised else want
         torch.testing.assert_close(chosen.topk_weights.double(), want, rtol=1e-5, atol=1e-6)
-        again = routes_of(chosen.topk_ids, chosen.topk_weights, 9)
+        again = routing_of(chosen.topk_ids, chosen.topk_weights, 9)
         assert torch.equal(chosen.expert_ends, again.expert_ends)
         of_pairs = chosen.topk_ids.flatten()
         assert torch.equal(of_pairs[chosen.sorted_pairs], of_pairs[again.sorted_pairs])
@@ -333,8 +335,8 @@ def test_batch_invariance_is_refused_with_experts(tmp_path: Path) -> None:
 
 
 def test_some_of_the_rows_that_experts_made() -> None:
-    made = MadeRows(torch.randn(5 * 3, 4), torch.rand(5, 3))
+    made = ExpertOutputs(torch.randn(5 * 3, 4), torch.rand(5, 3))
     places = torch.tensor([4, 0, 0])
-    torch.testing.assert_close(rows_at(places, made).combined(), made.combined()[places])
+    torch.testing.assert_close(select_rows(places, made).combine(), made.combine()[places])
     plain = torch.randn(5, 4)
-    assert torch.equal(rows_at(places, plain), plain[places])
+    assert torch.equal(select_rows(places, plain), plain[places])

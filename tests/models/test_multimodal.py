@@ -15,7 +15,7 @@ from specdec_kernels import hf
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.language_model import implementation_of
-from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.loading import PLAIN_OF_TEXT, config_of
 from support.tiny_random_models import PREFIXES, VOCAB, published, tiny_model
@@ -67,9 +67,11 @@ def test_logits_are_those_of_the_module(case: str, device: torch.device) -> None
     wants = [module(input_ids=torch.tensor([[*text, end]])).logits[0] for end in ends]
     lm = CausalLM(module, ModelOptions(max_len=64, num_pages=4, page_size=16, dtype=torch.float32, device=device))
     table, zero = int32([[2, 0, 3, 1]], device), int32([0], device)
-    prompt = lm.forward(int32([text], device), int32([list(range(30))], device), Rows(zero, table, zero, tail_len=30))
+    prompt = lm.forward(
+        int32([text], device), int32([list(range(30))], device), PagedBatch(zero, table, zero, tail_len=30)
+    )
     mask = torch.tensor([[[1], [2]]], device=device)
-    tree = Rows(zero, table, int32([30], device), tail_len=2, mask=mask)
+    tree = PagedBatch(zero, table, int32([30], device), tail_len=2, mask=mask)
     leaves = lm.forward(int32([ends], device), int32([[30, 30]], device), tree)
     for i, want in enumerate(wants):
         logits = torch.cat([lm.logits(prompt.hidden)[0], lm.logits(leaves.hidden)[0, i : i + 1]]).cpu()

@@ -21,20 +21,19 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
-from specdec_kernels.models.layers.attention import Heads, Reordered, Rotation
-from specdec_kernels.models.layers.linear import RoundingNorm, merged, product_of
-from specdec_kernels.models.layers.moe import ExpertFeedForward, routes_of
+from specdec_kernels.models.layers.fp8 import QuantizedActivations, column_major, matches_definition, scaled_by_rows
+from specdec_kernels.models.layers.head_layout import HeadLayout, PermutedProjection
+from specdec_kernels.models.layers.linear import fused, linear_of
+from specdec_kernels.models.layers.moe import MoE, routing_of
+from specdec_kernels.models.layers.norm import RMSNormQuant
 from specdec_kernels.models.layers.quantized import (
+    ConcatenatedWeights,
     Fp8Weight,
     Int4Weight,
-    QuantisedLinear,
-    RoundedRows,
-    SeveralWeights,
-    StoredWeight,
-    by_columns,
-    gives_the_definition,
-    scaled_by_rows,
+    QuantizedLinear,
+    QuantizedWeight,
 )
+from specdec_kernels.models.layers.rope import Rope
 from specdec_kernels.models.weights.loading import IN_EIGHT_BITS, of_any_expert
 from support.quantized_checkpoints import (
     BLOCKS,
@@ -113,7 +112,7 @@ def test_language_models_beside_other_senses(name: str, model_type: str, tmp_pat
     prompts = [torch.randint(20, 150, (length,)).tolist() for length in (5, 19)]  # behind Mistral 3's image token
     with engine_of(tmp_path, Ngram(num_nodes=9), device=device) as engine:
         assert engine.config.implementation == "native"
-        assert isinstance(engine.target.model.get_decoder().layers[0].self_attn.q_proj, QuantisedLinear)
+        assert isinstance(engine.target.model.get_decoder().layers[0].self_attn.q_proj, QuantizedLinear)
         outputs = engine.generate(prompts, SamplingParams(12, ignore_eos=True))
     comparison = Comparison(module)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -144,7 +143,7 @@ def test_products_with_rounded_activations(name: str, tmp_path: Path, device: to
     for path, module in AutoModelForCausalLM.from_pretrained(twin).named_modules():
         if path.endswith("_proj"):
             x = torch.randn(7, module.in_features)
-            got = product_of(model.get_submodule(path))(x.to(device)).double().cpu()
+            got = linear_of(model.get_submodule(path))(x.to(device)).double().cpu()
             want = by_definition(x, module.weight.detach(), kind)
             assert (got - want).norm() <= 2e-3 * want.norm()
             assert (want - x.double() @ module.weight.detach().double().t()).norm() > 5e-3 * want.norm()
@@ -155,7 +154,7 @@ def test_families_round_what_enters_their_experts(model_type: str, tmp_path: Pat
     sizes = {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 64, "layer_types": None}
     folder, _ = write_model(tmp_path, "fp8 rows", model_type, **sizes)
     parts = [layer.feed_forward for layer in engine_of(folder, device="cpu").target.decoder.layers]
-    assert {part.experts.activations for part in parts if isinstance(part, ExpertFeedForward)} == {"token"}
+    assert {part.experts.activations for part in parts if isinstance(part, MoE)} == {"token"}
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "fp8 rows"])
@@ -178,7 +177,7 @@ def test_experts_with_rounded_activations(name: str, tmp_path: Path, device: tor
         for expert in of_row:
             gate, up = by_definition(x[row : row + 1], module.gate_up_proj[expert], kind).chunk(2, 1)
             want[row] += 0.5 * by_definition(nn.functional.silu(gate) * up, module.down_proj[expert], kind)[0]
-    got = experts(x.to(device), routes_of(chosen.to(device), torch.full((7, 2), 0.5, device=device), 4))
+    got = experts(x.to(device), routing_of(chosen.to(device), torch.full((7, 2), 0.5, device=device), 4))
     assert (got.double().cpu() - want).norm() <= 5e-3 * want.norm()
 
 
@@ -189,12 +188,15 @@ def test_norms_round_for_the_product_behind_them(name: str, tmp_path: Path, devi
     target = engine_of(folder, device=device).target
     layers = target.decoder.layers  # type: ignore[attr-defined]
     for layer in layers:
-        for norm, reader in ((layer.input_norm, layer.attention.qkv), (layer.middle_norm, layer.feed_forward.gate_up)):
-            assert isinstance(norm, RoundingNorm)
+        for norm, reader in (
+            (layer.input_norm, layer.attention.qkv),
+            (layer.pre_feed_forward_norm, layer.feed_forward.gate_up),
+        ):
+            assert isinstance(norm, RMSNormQuant)
             x, residual = (torch.randn(5, 192, device=device) for _ in range(2))
-            rows, total = norm.added(x, residual.clone())
-            normed, want = norm.norm.added(x, residual.clone())
-            assert isinstance(rows, RoundedRows) and torch.equal(total, want)
+            rows, total = norm.add_norm(x, residual.clone())
+            normed, want = norm.norm.add_norm(x, residual.clone())
+            assert isinstance(rows, QuantizedActivations) and torch.equal(total, want)
             assert torch.equal(reader(rows), reader(normed))
             assert torch.equal(norm(x), norm.norm(x))
 
@@ -227,9 +229,9 @@ def test_the_module_computes_what_the_engine_does(tmp_path: Path, device: torch.
 # --- products of one input
 
 
-def linear_of(weight: StoredWeight, bias: bool) -> QuantisedLinear:
+def quantized_linear(weight: QuantizedWeight, bias: bool) -> QuantizedLinear:
     outs, ins = weight.shape
-    linear = QuantisedLinear(nn.Linear(ins, outs, bias=bias))
+    linear = QuantizedLinear(nn.Linear(ins, outs, bias=bias))
     linear.store(weight)
     return linear
 
@@ -239,15 +241,17 @@ def test_rows_of_heads_are_moved_without_a_copy_of_the_weight(
 ) -> None:
     """Neighbours rotate, 16 of a head's 64 numbers: what the kernel takes as pairs is 32 apart. Nothing is left for a
     call to make, which a graph would refuse."""
-    linears = [linear_of(int4_weight(outs), bias).to(device) for outs, bias in ((128, True), (64, True), (64, True))]
+    linears = [
+        quantized_linear(int4_weight(outs), bias).to(device) for outs, bias in ((128, True), (64, True), (64, True))
+    ]
     for linear in linears:
         linear.bias.data.normal_()
     angles = torch.randn(5, 8, device=device)
-    heads = Heads(64, Rotation(angles.cos(), angles.sin(), interleaved=True))
+    heads = HeadLayout(64, Rope(angles.cos(), angles.sin(), interleaved=True))
     moved = heads.qkv(1, *linears)
-    assert isinstance(moved, Reordered)
+    assert isinstance(moved, PermutedProjection)
     x = torch.randn(3, 256, device=device)
-    rows = merged(*linears)(x).unflatten(-1, (4, 64))
+    rows = fused(*linears)(x).unflatten(-1, (4, 64))
     order = [*range(0, 16, 2), *range(16, 40), *range(1, 16, 2), *range(40, 64)]
     want = torch.cat([rows[:, :3, order], rows[:, 3:]], 1).flatten(1)
 
@@ -266,7 +270,7 @@ def fp8_weight(outs: int, activations: str = "token", input_scale: float | None 
 
 def int4_weight(outs: int, columns: Tensor | None = None) -> Int4Weight:
     numbers, zeros = (torch.randint(16, (outs, n), dtype=torch.uint8) for n in (256, 2))
-    return Int4Weight.of(numbers, zeros, torch.rand(outs, 2), columns)
+    return Int4Weight.pack(numbers, zeros, torch.rand(outs, 2), columns)
 
 
 @pytest.mark.parametrize(
@@ -278,17 +282,17 @@ def int4_weight(outs: int, columns: Tensor | None = None) -> Int4Weight:
         [int4_weight(6), int4_weight(2)],
     ],
 )
-def test_merged_weights_keep_their_scales(parts: list[StoredWeight]) -> None:
-    linears = [linear_of(part, bias=True) for part in parts]
+def test_merged_weights_keep_their_scales(parts: list[QuantizedWeight]) -> None:
+    linears = [quantized_linear(part, bias=True) for part in parts]
     x = torch.randn(5, 256)
     want = torch.cat([linear(x) for linear in linears], 1)
-    whole = merged(*linears)
+    whole = fused(*linears)
     assert isinstance(whole.weight, type(parts[0]))
     torch.testing.assert_close(whole(x), want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.cat([linear(x) for linear in linears], 1), want)
-    assert linears[1].weight.numbers.data_ptr() == whole.weight.numbers[parts[0].shape[0] :].data_ptr()  # type: ignore[attr-defined]
+    assert linears[1].weight.qweight.data_ptr() == whole.weight.qweight[parts[0].shape[0] :].data_ptr()  # type: ignore[attr-defined]
     gate, up = want.chunk(2, 1)
-    torch.testing.assert_close(whole.gated(x), nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole.swiglu(x), nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -300,20 +304,20 @@ def test_merged_weights_keep_their_scales(parts: list[StoredWeight]) -> None:
         [fp8_weight(6), None],
     ],
 )
-def test_weights_that_are_no_single_one_stand_side_by_side(parts: list[StoredWeight | None]) -> None:
-    linears: list[Any] = [nn.Linear(256, 4) if part is None else linear_of(part, bias=True) for part in parts]
+def test_weights_that_are_no_single_one_stand_side_by_side(parts: list[QuantizedWeight | None]) -> None:
+    linears: list[Any] = [nn.Linear(256, 4) if part is None else quantized_linear(part, bias=True) for part in parts]
     x = torch.randn(5, 256)
-    whole = merged(*linears)
-    assert isinstance(whole.weight, SeveralWeights)
+    whole = fused(*linears)
+    assert isinstance(whole.weight, ConcatenatedWeights)
     torch.testing.assert_close(whole(x), torch.cat([linear(x) for linear in linears], 1))
-    means = whole.weight.dequantised()
+    means = whole.weight.dequantize()
     assert list(means.shape) == list(whole.weight.shape) == [sum(linear.out_features for linear in linears), 256]
 
 
 def test_rows_of_zeros_and_large_numbers() -> None:
     weight = fp8_weight(6)
     x = torch.stack([torch.zeros(256), torch.full((256,), 1e30), torch.full((256,), 1e-30)])
-    got = weight.product(x)
+    got = weight.linear(x)
     assert got.isfinite().all() and (got[0] == 0).all() and (got[1] != 0).all()
 
 
@@ -325,15 +329,15 @@ def test_numbers_of_4_bits_are_what_they_were(ins: int, shuffled: bool, device: 
     numbers, zeros = (torch.randint(16, (32, n), dtype=torch.uint8) for n in (ins, groups))
     scales = torch.rand(32, groups).half()
     columns = (torch.randperm(ins) % groups if shuffled else torch.arange(ins) * groups // ins).int()
-    weight = Int4Weight.of(numbers, zeros, scales, columns if shuffled else None)
+    weight = Int4Weight.pack(numbers, zeros, scales, columns if shuffled else None)
     of_columns = columns.long()
     want = (numbers.float() - zeros.float()[:, of_columns]) * scales.float()[:, of_columns]
-    assert torch.equal(weight.dequantised(), want)
-    assert torch.equal(weight.rows(16, 32).dequantised(), want[16:])
-    linear = linear_of(weight, bias=False).to(device)
+    assert torch.equal(weight.dequantize(), want)
+    assert torch.equal(weight.slice_rows(16, 32).dequantize(), want[16:])
+    linear = quantized_linear(weight, bias=False).to(device)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(3, ins, device=device).to(dtype)
-        error = linear.weight.product(x).double().cpu() - x.double().cpu() @ want.double().t()
+        error = linear.weight.linear(x).double().cpu() - x.double().cpu() @ want.double().t()
         assert error.norm() <= 1e-2 * (x.double().cpu() @ want.double().t()).norm()
 
 
@@ -355,11 +359,11 @@ def that_fails(*_tensors: Tensor) -> Tensor:
 
 def test_a_kernel_is_taken_where_it_gives_the_definition() -> None:
     cpu = torch.device("cpu")
-    assert gives_the_definition(by_hand, cpu)
+    assert matches_definition(by_hand, cpu)
     if torch.__version__ >= (2, 13):  # type: ignore[operator]
-        assert gives_the_definition(scaled_by_rows, cpu)  # which has that one for CPUs, too
-    assert not gives_the_definition(without_scales, cpu)
-    assert not gives_the_definition(that_fails, cpu)
+        assert matches_definition(scaled_by_rows, cpu)  # which has that one for CPUs, too
+    assert not matches_definition(without_scales, cpu)
+    assert not matches_definition(that_fails, cpu)
 
 
 @pytest.mark.parametrize("activations", ["token", "group"])
@@ -368,12 +372,12 @@ def test_products_in_bfloat16(rows: int, activations: str, device: torch.device)
     """By kernels where there are some."""
     weight = Fp8Weight(
         (torch.randn(272, 640, device=device) * 20).to(FP8),
-        by_columns(torch.rand(272, 5 if activations == "group" else 1, device=device) + 0.5),
+        column_major(torch.rand(272, 5 if activations == "group" else 1, device=device) + 0.5),
         activations,
     )
     x = torch.randn(rows, 640, device=device).bfloat16()
-    got = weight.product(x)
-    want = by_definition(x.float().cpu(), weight.dequantised().cpu(), activations)
+    got = weight.linear(x)
+    want = by_definition(x.float().cpu(), weight.dequantize().cpu(), activations)
     assert got.dtype == torch.bfloat16
     assert (got.double().cpu() - want).norm() <= 1e-2 * want.norm()
 

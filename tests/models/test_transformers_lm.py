@@ -13,7 +13,7 @@ from specdec_kernels.engine import Engine, SamplingParams
 from specdec_kernels.engine import startup as opening
 from specdec_kernels.engine.device.prefill_graphs import captured_shapes
 from specdec_kernels.models.language_model import open_language_model
-from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from support.tiny_random_models import NATIVE, tiny_model
 
@@ -23,7 +23,7 @@ def test_states_and_features_are_those_of_the_native_way() -> None:
     tokens = torch.randint(5, 150, (1, 17), dtype=torch.int32)
     positions = torch.arange(17, dtype=torch.int32)[None]
     zero = torch.zeros(1, dtype=torch.int32)
-    rows = Rows(slots=zero, page_table=torch.arange(4, dtype=torch.int32)[None], prefix_lens=zero, tail_len=17)
+    rows = PagedBatch(slots=zero, page_table=torch.arange(4, dtype=torch.int32)[None], prefix_lens=zero, tail_len=17)
     states = []
     options = ModelOptions(
         max_len=32,

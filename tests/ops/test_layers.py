@@ -10,7 +10,7 @@ import torch
 
 import specdec_kernels as sd
 from specdec_kernels import _C, Status
-from specdec_kernels.models.layers.linear import Product
+from specdec_kernels.models.layers.linear import Linear
 from specdec_kernels.reference import layers as reference
 from support.devices import TOLERANCES, on_cuda
 from support.paged import INT, assert_same_bytes, page_table, poisoned
@@ -372,7 +372,7 @@ def test_small_m_gemm_of_many_do_not_depend_on_their_number(gated: bool, multipl
 def test_a_layers_gate_does_not_depend_on_who_takes_it(rows: int, device: torch.device) -> None:
     outs = 12288 if device.type == "cuda" else 8
     x, weight = torch.randn(rows, 128, device=device).bfloat16(), torch.randn(2 * outs, 128, device=device).bfloat16()
-    got = Product(weight * 128**-0.5, None).gated(x)
+    got = Linear(weight * 128**-0.5, None).swiglu(x)
     check(got, reference.small_m_gemm(x, weight * 128**-0.5, gated=True), factor=2)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_kernels.models.layers.moe import Experts, routes_of
-from specdec_kernels.models.layers.quantized import rounded
+from specdec_kernels.models.layers.fp8 import fake_quantize
+from specdec_kernels.models.layers.moe import Experts, routing_of
 from specdec_kernels.ops import Routing
 
 from ..check import bytes_of, expect_near, poisoned
@@ -31,12 +31,12 @@ def experts(device: torch.device, p: Params) -> Work:
     part = stored_experts(gate_up, down, p["weights"]).experts() if stored else Experts(gate_up.mT, down.mT)
     x, out = random(rows, width), poisoned(rows, width, dtype=dtype, device=device)
     chosen = torch.rand(rows, number, device=device).topk(taken).indices
-    routes = routes_of(chosen, torch.rand(rows, taken, device=device) / taken, number)
+    routes = routing_of(chosen, torch.rand(rows, taken, device=device) / taken, number)
     want = reference(part, x, routes)
     touched = len(routes.topk_ids.unique())
-    ways, plan = part.ways(), part.plan(x, routes)
-    captures = {"gathered", "all", plan} if x.is_cuda else set(ways) - ({"moe_grouped_gemm"} - {plan})
-    captures |= {"grouped"} if part.has_grouped_kernel(x) else set()
+    implementations, plan = part.implementations(), part.plan(x, routes)
+    captures = {"gathered", "all", plan} if x.is_cuda else set(implementations) - ({"moe_grouped_gemm"} - {plan})
+    captures |= {"grouped"} if part.has_torch_grouped_mm(x) else set()
     item = 1 if stored else x.element_size()
 
     return Work(
@@ -46,7 +46,7 @@ def experts(device: torch.device, p: Params) -> Work:
         flops=2 * 3 * rows * taken * width * inner,
         peers=[
             Baseline(name, lambda way=way: way(x, routes), lambda got: expect_near("out", got, want, ERROR))  # type: ignore[misc]
-            for name, way in ways.items()
+            for name, way in implementations.items()
             if name in captures
         ],
         facts={"plan": plan, "touched": touched},
@@ -56,12 +56,12 @@ def experts(device: torch.device, p: Params) -> Work:
 def reference(part: Experts, x: Tensor, routes: Routing) -> Tensor:
     """Row by row and expert by expert, in float32."""
     out = torch.zeros(x.shape, device=x.device)
-    x = rounded(x, part.activations).float()
+    x = fake_quantize(x, part.activations).float()
     for row in range(len(x)):
         for expert, share in zip(routes.topk_ids[row].tolist(), routes.topk_weights[row].tolist(), strict=True):
             gate_up, down = part.weights_of(expert, torch.float32)
             gate, up = (x[row] @ gate_up.float()).chunk(2)
-            inner = rounded((torch.nn.functional.silu(gate) * up)[None], part.activations)[0]
+            inner = fake_quantize((torch.nn.functional.silu(gate) * up)[None], part.activations)[0]
             out[row] += share * (inner @ down.float())
     return out
 

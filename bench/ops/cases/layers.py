@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import specdec_kernels as sd
-from specdec_kernels.models.layers.moe import routes_of
+from specdec_kernels.models.layers.moe import routing_of
 from specdec_kernels.reference import layers as reference
 
 from ..check import bytes_of, expect_equal, expect_near, poisoned
@@ -150,7 +150,7 @@ def moe_route(device: torch.device, p: Params) -> Work:
 
     def plain() -> Tensor:
         shares, experts = scores.softmax(-1, dtype=torch.float32).topk(taken)
-        return routes_of(experts, shares / shares.sum(-1, keepdim=True), scores.shape[1]).topk_weights
+        return routing_of(experts, shares / shares.sum(-1, keepdim=True), scores.shape[1]).topk_weights
 
     return Work(
         call=lambda: sd.moe_route(scores, taken, renormalize=True, out=out),

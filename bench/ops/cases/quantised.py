@@ -9,15 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 import specdec_kernels as sd
-from specdec_kernels.models.layers.linear import Product
-from specdec_kernels.models.layers.quantized import (
-    GROUP,
-    Fp8Weight,
-    Int4Weight,
-    StoredWeight,
-    in_eight_bits,
-    rounded,
-)
+from specdec_kernels.models.layers.fp8 import GROUP, fake_quantize, quantize_activations
+from specdec_kernels.models.layers.linear import Linear
+from specdec_kernels.models.layers.quantized import Fp8Weight, Int4Weight, QuantizedWeight
 
 from ..check import bytes_of, expect_near, poisoned
 from ..harness import Baseline, Case, Params, Work
@@ -32,9 +26,9 @@ def stored_linear(device: torch.device, p: Params) -> Work:
     x, dense = random(p, device, p["rows"], p["width"]), random(p, device, p["outs"], p["width"])
     weight = STORED[p["weights"]](dense)
     out = poisoned(p["rows"], p["outs"], dtype=x.dtype, device=device)
-    want = rounded(x, getattr(weight, "activations", "none")).float() @ weight.dequantised().t()
+    want = fake_quantize(x, getattr(weight, "activations", "none")).float() @ weight.dequantize().t()
     of_dense = x.float() @ dense.float().t()
-    stored, in_16_bits = Product(weight, None), Product(dense, None)
+    stored, in_16_bits = Linear(weight, None), Linear(dense, None)
     return Work(
         call=lambda: out.copy_(stored(x)),
         check=lambda: expect_near("out", out, want, ERROR),
@@ -49,20 +43,20 @@ def stored_linear(device: torch.device, p: Params) -> Work:
     )
 
 
-def widened(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+def widened(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     assert isinstance(weight, Fp8Weight | Int4Weight)
-    return sd.dequantize(weight.numbers, weight.scales.t(), dtype=str(dtype).removeprefix("torch."))
+    return sd.dequantize(weight.qweight, weight.scales.t(), dtype=str(dtype).removeprefix("torch."))
 
 
-def kernels_of(x: Tensor, weight: StoredWeight) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def kernels_of(x: Tensor, weight: QuantizedWeight) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """The definition, and what of torch multiplies such numbers where it has a kernel."""
-    rows = rounded(x, getattr(weight, "activations", "none"))
+    rows = fake_quantize(x, getattr(weight, "activations", "none"))
     yield "widened", lambda: functional.linear(rows, widened(weight, x.dtype))
     if isinstance(weight, Fp8Weight) and (kernel := weight.torch_kernel(x, x.dtype)) is not None:
-        in_eight = in_eight_bits(x, weight.activations)
-        yield "torch", lambda: kernel(*in_eight, weight.numbers, weight.scales)
+        in_eight = quantize_activations(x, weight.activations)
+        yield "torch", lambda: kernel(*in_eight, weight.qweight, weight.scales)
     if isinstance(weight, Int4Weight) and x.is_cuda and x.dtype == torch.bfloat16:
-        numbers = sd.dequantize(weight.numbers, torch.ones_like(weight.scales.t()), dtype="float32").to(torch.uint8)
+        numbers = sd.dequantize(weight.qweight, torch.ones_like(weight.scales.t()), dtype="float32").to(torch.uint8)
         bits = weight.scales.view(torch.int32)
         tiles = torch._convert_weight_to_int4pack(numbers[:, ::2] << 4 | numbers[:, 1::2], INNER_TILES)
         zeros = (8 - (bits & 15)) * weight.scales

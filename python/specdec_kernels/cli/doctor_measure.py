@@ -24,7 +24,7 @@ from ..engine.device.prefill import Prefill
 from ..engine.device.state import EngineState
 from ..engine.drafts.proposal import scored_tree_of
 from ..models.language_model import LanguageModel
-from ..models.layers.attention import Rows
+from ..models.layers.paged_batch import PagedBatch
 from ..ops import Accepted, Candidates
 
 
@@ -90,7 +90,7 @@ def record(engine: Engine, prompts: Sequence[list[int]], texts: Sequence[list[in
         pages = torch.arange(-(-count // page_size), dtype=torch.int32, device=engine.device)[None]
         positions = torch.arange(count, dtype=torch.int32, device=engine.device)[None]
         zero = positions[0, :1]
-        rows = Rows(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
+        rows = PagedBatch(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
         features = target.forward(row, positions, rows).features
         if features is None:
             features = target.embedding.weight.new_empty(0)
@@ -178,7 +178,7 @@ def drafts_right(draft: Draft, num_steps: int, text: Text, features: Tensor | No
         tokens=tokens[None, :length],
         next_tokens=tokens[None, 1 : length + 1],
         positions=positions,
-        rows=Rows(slots=zero, page_table=positions, prefix_lens=zero, tail_len=length),
+        rows=PagedBatch(slots=zero, page_table=positions, prefix_lens=zero, tail_len=length),
         piece_slots=slots[-1:],
         slots=slots,
         ends=lengths,

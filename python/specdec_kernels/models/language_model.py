@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .backends.native import CausalLM, Prefilled, States, check_supported
 from .families import family_of, largest
 from .kv_pools import KvPools
-from .layers.attention import LastRows, Rows
+from .layers.paged_batch import LastRows, PagedBatch
 from .options import ModelOptions
 from .weights.loading import config_of, storage_of
 from .weights.update import Update
@@ -45,10 +45,10 @@ class LanguageModel(Protocol):
     @property
     def lm_head(self) -> nn.Linear: ...
 
-    def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
+    def forward(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> States:
         """A pass over tokens [B, Q], or packed ones [M], at positions of that shape."""
 
-    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows, last: LastRows | None = None) -> Prefilled:
+    def prefill(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, last: LastRows | None = None) -> Prefilled:
         """`forward` for the sake of the rows' KV, of the features and of the hidden states of the last rows."""
 
     def logits(self, hidden: Tensor) -> Tensor:

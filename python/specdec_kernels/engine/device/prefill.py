@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...models.backends.native import Prefilled
-from ...models.layers.attention import LastRows, Rows
+from ...models.layers.paged_batch import LastRows, PagedBatch
 from .state import EngineState
 
 MOST_PADDING = 0.1  # of a pass of several chunks
@@ -88,7 +88,7 @@ class Prefill(NamedTuple):
     tokens: Tensor  # [P, Q] int32; 0 where a piece is shorter
     next_tokens: Tensor  # [P, Q] int32: the successor of each
     positions: Tensor  # [P, Q] int32
-    rows: Rows  # with tables, lengths and status of the pieces
+    rows: PagedBatch  # with tables, lengths and status of the pieces
     piece_slots: Tensor  # [P] int32
     slots: Tensor  # [R] int32: of the chunks
     ends: Tensor  # [R] int32: rows that these slots have then
@@ -103,7 +103,7 @@ class Prefill(NamedTuple):
         pieces, columns = (
             torch.arange(n, dtype=torch.int32, device=packed.device) for n in (shape.pieces, shape.length)
         )
-        rows = Rows(
+        rows = PagedBatch(
             slots=pieces,
             page_table=state.pool.page_table[piece_slots],
             window_tables={window: pool.page_table[piece_slots] for window, pool in state.window_pools.items()},
@@ -131,13 +131,13 @@ class Prefill(NamedTuple):
     def finish(self, state: EngineState, states: Prefilled, last: LastRows) -> None:
         """All models have run it, the target with these states: the slots have its rows and the states of its chunks'
         last ones, and what was wrong with a piece is their status. What is behind a window then goes."""
-        are_there, status, pieces = last.rows.num_valid, self.rows.status, last.rows.slots
+        are_there, status, pieces = last.batch.num_valid, self.rows.status, last.batch.slots
         assert are_there is not None and status is not None and states.hidden is not None
         # Of rows that are not there, or have no pages, nothing is kept that could be no number.
         is_void = ((are_there == 0) | (status[pieces] != 0))[:, None]
         state.last_hidden[self.slots] = states.hidden.to(state.last_hidden.dtype).masked_fill(is_void, 0)
         if states.features is not None:
-            features = states.features.flatten(0, 1)[last.places]
+            features = states.features.flatten(0, 1)[last.indices]
             state.last_features[self.slots] = features.to(state.last_features.dtype).masked_fill(is_void, 0)
         state.status.scatter_reduce_(0, self.piece_slots.long(), status, "amax")  # at least what it was
         state.seq_lens[self.slots] = self.ends

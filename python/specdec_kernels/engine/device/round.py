@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import _C
 from ...models.language_model import LanguageModel
-from ...models.layers.attention import Rows
+from ...models.layers.paged_batch import PagedBatch
 from ...ops import (
     Accepted,
     NodeAllocation,
@@ -60,7 +60,7 @@ class Drafted(NamedTuple):
     scores: Tensor
     shares: NodeAllocation
     nodes: PackedNodes
-    rows: Rows
+    rows: PagedBatch
     hidden: Tensor  # [M, H]
     features: Tensor | None  # [M, F]
     rests: bool  # the draft, behind it

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...models.kv_pools import pages_of
-from ...models.layers.attention import Rows
+from ...models.layers.paged_batch import PagedBatch
 from ...ops import (
     LogitEdits,
     PagePool,
@@ -148,9 +148,9 @@ class EngineState(SlotState):
 
     def rows(
         self, slots: Tensor, prefix_lens: Tensor, tail_len: int | None = None, **options: Tensor | int | None
-    ) -> Rows:
+    ) -> PagedBatch:
         """A forward pass of these slots over `prefix_lens` rows and a tail; packed rows are a tail themselves."""
-        return Rows(
+        return PagedBatch(
             slots=slots,
             page_table=self.pool.page_table,
             window_tables={window: pool.page_table for window, pool in self.window_pools.items()},

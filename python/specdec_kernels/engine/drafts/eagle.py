@@ -19,7 +19,7 @@ from ...models.heads.base import (
 )
 from ...models.heads.eagle import EagleHead
 from ...models.heads.eagle3 import Eagle3Head, feature_layers
-from ...models.layers.attention import Rows
+from ...models.layers.paged_batch import PagedBatch
 from ...models.weights.loading import model_name
 from ...ops import DraftExtendInputs
 from ..device.prefill import Prefill
@@ -78,7 +78,9 @@ class HeadDraft(ModelDraft):
     def start(self, slots: Tensor, k: int) -> Features:
         return Features(self.last_hidden, slots[:, None].expand(-1, k).flatten().contiguous())
 
-    def step(self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows) -> tuple[Tensor, Tensor]:
+    def step(
+        self, tokens: Tensor, positions: Tensor, features: Features | None, rows: PagedBatch
+    ) -> tuple[Tensor, Tensor]:
         assert features is not None
         hidden, normed = self.module(tokens, features, positions, rows)
         return self.module.logits(normed), hidden
@@ -88,7 +90,7 @@ class HeadDraft(ModelDraft):
         joined = Features(self.module.join(features).flatten(0, 1))
         self.module.prefill(prefill.next_tokens, joined, prefill.positions, prefill.rows)
 
-    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: Rows) -> None:
+    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
         assert features is not None
         joined = Features(self.module.join(features))
         output = self.module(extend.tokens, joined, extend.positions, rows, only=extend.last_rows)

@@ -16,7 +16,7 @@ from ...models.families import kv_numbers
 from ...models.heads.base import DraftHead, Features
 from ...models.kv_pools import KvPools
 from ...models.language_model import LanguageModel
-from ...models.layers.attention import Rows
+from ...models.layers.paged_batch import PagedBatch
 from ...models.weights.update import Update
 from ...ops import (
     DraftExtendInputs,
@@ -197,7 +197,7 @@ class ModelDraft(Draft):
         return None
 
     def step(
-        self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows
+        self, tokens: Tensor, positions: Tensor, features: Features | None, rows: PagedBatch
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [B * k, Vd] of frontier nodes [B, k], and their own features [B * k, H]."""
         raise NotImplementedError
@@ -271,7 +271,7 @@ class ModelDraft(Draft):
         draft_rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
         return Proposal(candidates, DrawnFrom(torch.stack(logits_of_steps, 1), draft_rows, self.id_map))
 
-    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: Rows) -> None:
+    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
         """Runs the model over rows of committed tokens [B, W], with features [B * W, n * H] where it reads any. What
         follows the last of each becomes its slot's draft state."""
         raise NotImplementedError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...models.heads.base import Features
 from ...models.language_model import LanguageModel, open_language_model
-from ...models.layers.attention import Rows
+from ...models.layers.paged_batch import PagedBatch
 from ...models.options import ModelOptions
 from ...models.weights.checkpoint import expect_folder
 from ...models.weights.loading import config_of, model_name
@@ -104,7 +104,7 @@ class Standalone(ModelDraft):
             )
         return shared
 
-    def _forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, rows: PagedBatch) -> Tensor:
         """The states behind tokens of the target."""
         return self.lm.forward(self._fed(tokens), positions, rows).hidden
 
@@ -121,12 +121,14 @@ class Standalone(ModelDraft):
     def held(self) -> LanguageModel:
         return self.lm
 
-    def step(self, tokens: Tensor, positions: Tensor, features: Features | None, rows: Rows) -> tuple[Tensor, None]:
+    def step(
+        self, tokens: Tensor, positions: Tensor, features: Features | None, rows: PagedBatch
+    ) -> tuple[Tensor, None]:
         return self._logits(self._forward(tokens, positions, rows)).flatten(0, 1), None
 
     def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
         self.lm.prefill(self._fed(prefill.tokens), prefill.positions, prefill.rows)
 
-    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: Rows) -> None:
+    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
         hidden = self._forward(extend.tokens, extend.positions, rows).flatten(0, 1)
         self.set_root_children(extend.kept_slots, self._logits(hidden[extend.last_rows]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kv_pools import KvPools, KvScales, KvShape
-from ..layers.attention import LastRows, Rows
+from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
 from ..weights.kv_scales import checkpoint_scales, measured_scale
 from ..weights.offload import fetch, forget_joined, stow, weights_of
@@ -51,7 +51,7 @@ class HeldModel:
         head: nn.Linear = self.model.get_output_embeddings()
         return head
 
-    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows, last: LastRows | None = None) -> Any:
+    def prefill(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, last: LastRows | None = None) -> Any:
         raise NotImplementedError
 
     def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
@@ -122,7 +122,7 @@ class HeldModel:
         drawn = torch.randint(self.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
         zero = torch.zeros(1, dtype=torch.int32, device=device)
         pages = torch.arange(self.pools.num_pages, dtype=torch.int32, device=device)[None]
-        rows = Rows(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
+        rows = PagedBatch(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
         positions = torch.arange(count, dtype=torch.int32, device=device)[None]
         self.prefill(drawn.to(device, torch.int32), positions, rows)
         return [KvScales(measured_scale(kv.k), measured_scale(kv.v)) for kv in self.pools.layers]

@@ -20,9 +20,11 @@ from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from ...ops import silu_and_mul
-from ..layers.linear import Activation, GatedFeedForward, Norm, activation_of, merged, product_of
-from ..layers.moe import Experts, routes_of
-from ..layers.quantized import QuantisedLinear
+from ..layers.linear import fused, linear_of
+from ..layers.mlp import Activation, GatedMLP, activation_of
+from ..layers.moe import Experts, routing_of
+from ..layers.norm import RMSNorm
+from ..layers.quantized import QuantizedLinear
 from ..weights.loading import PARTS
 from ..weights.update import write_over
 
@@ -47,11 +49,11 @@ class StandIns:
 
     def __init__(self, model: nn.Module, widths: dict[nn.Module, int]) -> None:
         self.counts: Counter[str] = Counter()
-        self._makers: list[Callable[[], Norm | GatedFeedForward]] = []
+        self._makers: list[Callable[[], RMSNorm | GatedMLP]] = []
         like = next(model.parameters()).detach()
         with torch.inference_mode(False), torch.no_grad():
             for module, width in widths.items():
-                maker: Callable[[], Norm | GatedFeedForward] | None
+                maker: Callable[[], RMSNorm | GatedMLP] | None
                 if (maker := norm_like(module, width, like)) is not None:
                     self.counts["norms"] += 1
                 elif (maker := gated_like(module, width)) is not None:
@@ -86,21 +88,21 @@ class StandIns:
         def forward(*arguments: Any, **named: Any) -> Any:
             if len(arguments) == 1 and not named and arguments[0].dtype == dtype and arguments[0].shape[-1] == width:
                 part = self._parts[index]
-                return part(arguments[0]) if isinstance(part, Norm) else _gated(part, arguments[0])
+                return part(arguments[0]) if isinstance(part, RMSNorm) else _gated(part, arguments[0])
             return own(*arguments, **named)
 
         module.forward = forward
 
 
-def _gated(part: GatedFeedForward, x: Tensor) -> Tensor:
-    return part.made_of(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+def _gated(part: GatedMLP, x: Tensor) -> Tensor:
+    return part.output(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
 def _product(linear: nn.Linear, x: Tensor) -> Tensor:
     """The product by the parameters that the module has now, which a merged one may have moved."""
     if x.dtype != linear.weight.dtype:
         return functional.linear(x, linear.weight, linear.bias)  # which says what is wrong
-    return product_of(linear)(x)
+    return linear_of(linear)(x)
 
 
 def near(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
@@ -132,7 +134,7 @@ def agree(
     return True
 
 
-def norm_like(module: nn.Module, width: int, like: Tensor) -> Callable[[], Norm] | None:
+def norm_like(module: nn.Module, width: int, like: Tensor) -> Callable[[], RMSNorm] | None:
     """What makes the root mean square norm that a module is, by weight, 1 + weight or ones, which are like `like`;
     None: it is none."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -142,10 +144,13 @@ def norm_like(module: nn.Module, width: int, like: Tensor) -> Callable[[], Norm]
         return None
     if like.dtype not in NEAR or (weight is not None and (weight.shape != (width,) or weight.dtype != like.dtype)):
         return None
-    ones = Norm(torch.ones(width, dtype=like.dtype, device=like.device), eps)
-    makers: list[Callable[[], Norm]] = [lambda: ones]
+    ones = RMSNorm(torch.ones(width, dtype=like.dtype, device=like.device), eps)
+    makers: list[Callable[[], RMSNorm]] = [lambda: ones]
     if weight is not None:
-        makers = [lambda: Norm(weight.detach(), eps), lambda: Norm((1 + weight.detach().float()).to(weight.dtype), eps)]
+        makers = [
+            lambda: RMSNorm(weight.detach(), eps),
+            lambda: RMSNorm((1 + weight.detach().float()).to(weight.dtype), eps),
+        ]
     for maker in makers:
         # Small rows show how large eps is.
         if agree(module, maker().__call__, width, like, (1.0, 30.0, eps**0.5)):
@@ -153,15 +158,15 @@ def norm_like(module: nn.Module, width: int, like: Tensor) -> Callable[[], Norm]
     return None
 
 
-def gated_like(module: nn.Module, width: int) -> Callable[[], GatedFeedForward] | None:
+def gated_like(module: nn.Module, width: int) -> Callable[[], GatedMLP] | None:
     """What makes the gated feed-forward part that a module is, and merges its weights; None: it is none."""
-    linears = {name: part for name, part in module.named_children() if isinstance(part, (nn.Linear, QuantisedLinear))}
+    linears = {name: part for name, part in module.named_children() if isinstance(part, (nn.Linear, QuantizedLinear))}
     parts = {PARTS.get(name): part for name, part in linears.items()}
     others = [part for part in module.children() if part not in linears.values()]
     if len(linears) != 3 or parts.keys() != {"gate", "up", "down"} or len(others) > 1:
         return None
     gate, up, down = parts["gate"], parts["up"], parts["down"]
-    if (gate.bias is None) != (up.bias is None) or any(isinstance(part, QuantisedLinear) for part in parts.values()):
+    if (gate.bias is None) != (up.bias is None) or any(isinstance(part, QuantizedLinear) for part in parts.values()):
         return None
     activation: Activation | None = activation_of(others[0]) if others else None
     like: Any = down.weight
@@ -174,7 +179,7 @@ def gated_like(module: nn.Module, width: int) -> Callable[[], GatedFeedForward] 
     # Large rows show a clamp, if there is one.
     if not agree(module, by_parts, width, like, (1.0, 20.0)):
         return None
-    return lambda: GatedFeedForward(merged(gate, up), product_of(down), activation)
+    return lambda: GatedMLP(fused(gate, up), linear_of(down), activation)
 
 
 def route_rotations(model: nn.Module, rotate: Callable[..., Any]) -> None:
@@ -229,8 +234,8 @@ def experts_function(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     wide, down = wide.detach(), down.detach()
     if not module.is_transposed:
         wide, down = wide.transpose(1, 2), down.transpose(1, 2)
-    experts = Experts(wide, down, **biases, gate=gate)
-    return experts(hidden_states, routes_of(top_k_index, top_k_weights.float(), len(wide)))
+    experts = Experts(wide, down, **biases, act=gate)
+    return experts(hidden_states, routing_of(top_k_index, top_k_weights.float(), len(wide)))
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_function)

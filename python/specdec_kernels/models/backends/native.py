@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 
 from ..families import Decoder, Family, family_of
 from ..kv_pools import KvPools
-from ..layers.attention import LastRows, Rows
-from ..layers.linear import MadeRows, rows_at
+from ..layers.expert_outputs import ExpertOutputs, select_rows
+from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
 from ..weights.loading import config_of, drop_other_senses, load_causal_lm, place
 from ..weights.update import write_over
@@ -92,34 +92,37 @@ class CausalLM(HeldModel):
         size: int = self.config.hidden_size
         return size
 
-    def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
+    def forward(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> States:
         """A pass over tokens [B, Q], or packed ones [M], rotated at positions of that shape."""
-        x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, rows)
-        hidden = self.decoder.norm.added(x, residual)[0]
+        x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, batch)
+        hidden = self.decoder.norm.add_norm(x, residual)[0]
         return States(hidden.view(*tokens.shape, -1), self._features(kept, tokens))
 
-    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows, last: LastRows | None = None) -> Prefilled:
+    def prefill(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, last: LastRows | None = None) -> Prefilled:
         """`forward` for the sake of the rows' KV, of the features and of the hidden states of the last rows. They alone
         pass what follows the last layer's KV, where theirs is written a second time."""
         layer, norm, hidden = self.decoder.layers[-1], self.decoder.norm, None
         if len(self.decoder.layers) in self.feature_layers:
-            x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, rows)
-            states = norm.added(x, residual)[0]
+            x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, batch)
+            states = norm.add_norm(x, residual)[0]
             if last is not None:
-                hidden = states[last.places]
+                hidden = states[last.indices]
         else:
-            x, residual, kept = self._pass(len(self.decoder.layers) - 1, tokens, positions, rows)
+            x, residual, kept = self._pass(len(self.decoder.layers) - 1, tokens, positions, batch)
             if last is not None:  # rows of their own, since whatever enters the layer writes over the residual
-                of_last = rows_at(last.places, x), None if residual is None else rows_at(last.places, residual)
-            layer.attention.write_kv(layer.enter(x, residual)[0], positions, rows)
+                of_last = (
+                    select_rows(last.indices, x),
+                    None if residual is None else select_rows(last.indices, residual),
+                )
+            layer.attention.write_kv(layer.enter(x, residual)[0], positions, batch)
             if last is not None:
                 normed, state = layer.enter(*of_last)
-                hidden = norm.added(*layer(normed, state, last.positions, last.rows))[0]
+                hidden = norm.add_norm(*layer(normed, state, last.positions, last.batch))[0]
         return Prefilled(hidden, self._features(kept, tokens))
 
     def _pass(
-        self, count: int, tokens: Tensor, positions: Tensor, rows: Rows
-    ) -> tuple[Tensor | MadeRows, Tensor | None, Tensor]:
+        self, count: int, tokens: Tensor, positions: Tensor, batch: PagedBatch
+    ) -> tuple[Tensor | ExpertOutputs, Tensor | None, Tensor]:
         """What the first `count` layers leave for what comes behind them to enter: rows [T, H], and the state of the
         residual stream, if there is one. And the states that entered the kept layers [T, len(_kept_layers), H], which
         for the one behind these are there when it is entered."""
@@ -130,11 +133,11 @@ class CausalLM(HeldModel):
         kept = embedded.new_empty(len(embedded), len(self._kept_layers), embedded.shape[-1])
         places = iter([*kept.unbind(1), embedded])
         moving = {0, *self._kept_layers} if self._kept_layers else set()
-        x: Tensor | MadeRows = next(places).copy_(embedded) if 0 in self._kept_layers else embedded
+        x: Tensor | ExpertOutputs = next(places).copy_(embedded) if 0 in self._kept_layers else embedded
         for i, layer in enumerate(layers[:count]):
             normed, state = layer.enter(x, residual)
             to = next(places) if i in moving else None
-            x, residual = layer(normed, state, positions, rows, move_to=to)
+            x, residual = layer(normed, state, positions, batch, residual_out=to)
         return x, residual, kept
 
     def _features(self, kept: Tensor, tokens: Tensor) -> Tensor | None:

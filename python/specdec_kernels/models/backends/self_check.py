@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ops import build_tree_from_parents
-from ..layers.attention import Rows
+from ..layers.paged_batch import PagedBatch
 
 if TYPE_CHECKING:
     from .transformers import TransformersLM
@@ -110,12 +110,12 @@ def tree_logits(lm: TransformersLM, tokens: Tensor, prefix: int, parents: list[i
     for begin in range(0, prefix, CHUNK):
         chunk = numbers[begin : min(begin + CHUNK, prefix)][None]
         at = torch.full((1,), begin, dtype=torch.int32, device=device)
-        rows = Rows(slots=slots, page_table=pages, prefix_lens=at, tail_len=chunk.shape[1])
+        rows = PagedBatch(slots=slots, page_table=pages, prefix_lens=at, tail_len=chunk.shape[1])
         positions = begin + torch.arange(chunk.shape[1], dtype=torch.int32, device=device)[None]
         lm.prefill(chunk, positions, rows)
     seq_lens = torch.full((1,), prefix, dtype=torch.int32, device=device)
     tree = build_tree_from_parents(
         numbers[prefix:][None].contiguous(), torch.tensor([parents], dtype=torch.int32, device=device), seq_lens
     )
-    rows = Rows(slots=slots, page_table=pages, prefix_lens=seq_lens, tail_len=len(parents), mask=tree.mask)
+    rows = PagedBatch(slots=slots, page_table=pages, prefix_lens=seq_lens, tail_len=len(parents), mask=tree.mask)
     return lm.logits(lm.forward(tree.tokens, tree.positions, rows).hidden)[0]

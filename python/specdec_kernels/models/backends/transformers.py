@@ -27,7 +27,9 @@ from transformers.utils.generic import ModelOutput
 from ...plans import HEAD_DIMS
 from ..families import check_length
 from ..kv_pools import KvPools, KvShape, LayerKv
-from ..layers.attention import LastRows, Rows, constant_len, pool_dim
+from ..layers.head_layout import pool_dim
+from ..layers.paged_batch import LastRows, PagedBatch
+from ..layers.rope import constant_len
 from ..options import ModelOptions
 from ..weights.loading import config_of, load_causal_lm, place
 from .base import HeldModel
@@ -220,7 +222,9 @@ def marker_like(device: torch.device, dtype: torch.dtype) -> Tensor:
 class Pass:
     """One pass over rows [B, Q], or packed ones [M], of the model's pools."""
 
-    def __init__(self, calls: Sequence[Call], kv: Sequence[LayerKv], marker: Tensor, shape: torch.Size, rows: Rows):
+    def __init__(
+        self, calls: Sequence[Call], kv: Sequence[LayerKv], marker: Tensor, shape: torch.Size, rows: PagedBatch
+    ):
         self._calls, self._kv, self._marker, self._shape, self._rows = calls, kv, marker, shape, rows
         self._next = 0
         self._angles: tuple[Tensor, Tensor] | None = None  # cosines and sines, as they were given
@@ -265,7 +269,7 @@ class Pass:
     def _rotated_and_written(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKv) -> Tensor:
         """The queries [*shape, heads, head_dim], rotated, of q [1, heads, T, D]; the others' rows are in the pool."""
         qkv = torch.cat([x[0].transpose(0, 1) for x in (q, k, v)], 1).to(self._marker.dtype)
-        return self._rows.rotate_and_write(qkv.view(*self._shape, *qkv.shape[1:]), self._table, self._places, kv)
+        return self._rows.rope_and_write(qkv.view(*self._shape, *qkv.shape[1:]), self._table, self._places, kv)
 
     def _written(self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKv, head_dim: int) -> Tensor:
         """The queries [*shape, heads, head_dim] of q [1, heads, T, D]; the others' rows are in the pool."""
@@ -282,7 +286,7 @@ class Pass:
 
 
 def gathered_attention(
-    q: Tensor, seen: Seen, kv: LayerKv, rows: Rows, scale: float, soft_cap: float | None, sink: Tensor | None
+    q: Tensor, seen: Seen, kv: LayerKv, rows: PagedBatch, scale: float, soft_cap: float | None, sink: Tensor | None
 ) -> Tensor:
     """What `tree_attention` computes of q [B, Q, heads, D] or [M, heads, D], and chunks, by plain products over the KV
     of one request after the other, gathered from its pages. Rows that count for nobody are finite."""
@@ -308,7 +312,7 @@ def gathered_rows(
     mask: Tensor | None,
     seen: Seen,
     kv: LayerKv,
-    rows: Rows,
+    rows: PagedBatch,
     scale: float,
     soft_cap: float | None,
     sink: Tensor | None,
@@ -532,7 +536,7 @@ class TransformersLM(HeldModel):
     def _make_parts(self) -> None:
         self._parts.make()
 
-    def forward(self, tokens: Tensor, positions: Tensor, rows: Rows) -> States:
+    def forward(self, tokens: Tensor, positions: Tensor, rows: PagedBatch) -> States:
         """A pass over tokens [B, Q], or packed ones [M], at positions of that shape, as one sequence of all rows."""
         # Tables of positions end at the longest text. Rows behind it, of deep nodes and padding, give no token.
         places = positions.reshape(1, -1).long().clamp(0, self.max_len - 1)
@@ -547,10 +551,10 @@ class TransformersLM(HeldModel):
             features = torch.cat(kept, -1).view(*tokens.shape, -1)
         return States(hidden.view(*tokens.shape, -1), features)
 
-    def prefill(self, tokens: Tensor, positions: Tensor, rows: Rows, last: LastRows | None = None) -> Prefilled:
+    def prefill(self, tokens: Tensor, positions: Tensor, rows: PagedBatch, last: LastRows | None = None) -> Prefilled:
         """`forward` for the sake of the rows' KV, of the features and of the hidden states of the last rows."""
         hidden, features = self.forward(tokens, positions, rows)
-        return Prefilled(None if last is None else hidden.flatten(0, -2)[last.places], features)
+        return Prefilled(None if last is None else hidden.flatten(0, -2)[last.indices], features)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., H], with all that the model does to its logits."""

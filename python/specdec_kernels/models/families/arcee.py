@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.linear import AnyNorm, FeedForward, PlainFeedForward, layer_norm_of, product_of
+from ..layers.linear import linear_of
+from ..layers.mlp import MLP, FeedForward
+from ..layers.norm import Norm, layer_norm_of
 from .base import register
 from .llama import Llama
 
@@ -15,14 +17,14 @@ class Arcee(Llama):
     model_type = "arcee"
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return PlainFeedForward(product_of(module.up_proj), product_of(module.down_proj), module.act_fn)
+        return MLP(linear_of(module.up_proj), linear_of(module.down_proj), module.act_fn)
 
 
 @register
 class Nemotron(Arcee):
     model_type = "nemotron"
 
-    def norm(self, module: Any) -> AnyNorm:
+    def norm(self, module: Any) -> Norm:
         return layer_norm_of(module)._replace(weight=module.weight.detach() + 1)
 
 
@@ -30,5 +32,5 @@ class Nemotron(Arcee):
 class Jais2(Arcee):
     model_type = "jais2"
 
-    def norm(self, module: Any) -> AnyNorm:
+    def norm(self, module: Any) -> Norm:
         return layer_norm_of(module)

@@ -7,8 +7,11 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from ...plans import HEAD_DIMS
-from ..layers.attention import constant_len, pool_dim
-from ..layers.linear import AnyNorm, Embedding, Head, Layer
+from ..layers.decoder_layer import Layer
+from ..layers.embedding import Embedding, LMHead
+from ..layers.head_layout import pool_dim
+from ..layers.norm import Norm
+from ..layers.rope import constant_len
 
 
 def largest(config: Any, name: str) -> int | None:
@@ -68,8 +71,8 @@ class Decoder(NamedTuple):
 
     embedding: Embedding
     layers: list[Layer]
-    norm: AnyNorm
-    head: Head
+    norm: Norm
+    head: LMHead
 
 
 class Family:

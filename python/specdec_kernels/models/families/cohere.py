@@ -9,8 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ..layers.attention import Heads, NormedHeads, Projection
-from ..layers.linear import Head, Layer, LayerNorm, ParallelLayer
+from ..layers.attention import LayerNormedHeads
+from ..layers.decoder_layer import Layer, ParallelLayer
+from ..layers.embedding import LMHead
+from ..layers.head_layout import HeadLayout
+from ..layers.linear import Projection
+from ..layers.norm import LayerNorm
 from .base import register, window_of
 from .llama import Llama
 
@@ -28,17 +32,17 @@ class Cohere(Llama):
             return None
         q_norm, k_norm = self.norm(module.q_norm), self.norm(module.k_norm)
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        return partial(NormedHeads.of, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm)
+        return partial(LayerNormedHeads.of, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm)
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return ParallelLayer(
             input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.self_attn, heads),
-            middle_norm=None,
+            attention=self.attention(index, module.self_attn, layout),
+            pre_feed_forward_norm=None,
             feed_forward=self.feed_forward(index, module.mlp),
         )
 
-    def head(self, linear: Any) -> Head:
+    def head(self, linear: Any) -> LMHead:
         return super().head(linear)._replace(scale=self.config.logit_scale)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.linear import FeedForward
+from ..layers.mlp import FeedForward
 from .base import register
-from .glm4_moe import sigmoid_routed
-from .llama import gated
+from .glm4_moe import deepseek_moe
+from .llama import gated_mlp
 from .qwen3 import Qwen3
 
 
@@ -16,4 +16,4 @@ class Dots1(Qwen3):
     model_type = "dots1"
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return sigmoid_routed(module) if hasattr(module, "experts") else gated(module)
+        return deepseek_moe(module) if hasattr(module, "experts") else gated_mlp(module)

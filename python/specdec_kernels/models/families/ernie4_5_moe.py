@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...ops import Routing
-from ..layers.linear import FeedForward
-from ..layers.moe import ExpertFeedForward, Router, routes_of
+from ..layers.mlp import FeedForward
+from ..layers.moe import MoE, Router, routing_of
 from .base import register
 from .helium import Ernie45
-from .llama import gated
+from .llama import gated_mlp
 from .qwen3_moe import experts_of
 
 
@@ -22,16 +22,16 @@ class CorrectedSoftmaxRouter(Router):
     """Experts by their probabilities and a correction, which shares leave out again."""
 
     weight: Tensor  # [experts, H], multiplied in float32
-    correction: Tensor  # [experts]
-    taken: int
+    e_score_correction_bias: Tensor  # [experts]
+    top_k: int
     least_sum: float  # of the probabilities of those taken, by which they are divided
 
     def __call__(self, x: Tensor) -> Routing:
-        odds = functional.linear(x.float(), self.weight.float()).softmax(-1)
-        experts = (odds + self.correction).topk(self.taken).indices
-        shares = odds.gather(1, experts)
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=self.least_sum)
-        return routes_of(experts, shares, len(self.weight))
+        probabilities = functional.linear(x.float(), self.weight.float()).softmax(-1)
+        experts = (probabilities + self.e_score_correction_bias).topk(self.top_k).indices
+        weights = probabilities.gather(1, experts)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.least_sum)
+        return routing_of(experts, weights, len(self.weight))
 
 
 @register
@@ -40,13 +40,13 @@ class Ernie45Moe(Ernie45):
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         if not hasattr(module, "experts"):
-            return gated(module)
+            return gated_mlp(module)
         gate = module.gate
         router = CorrectedSoftmaxRouter(
             weight=gate.weight.detach(),
-            correction=gate.moe_statics.e_score_correction_bias.detach()[0],
-            taken=gate.top_k,
+            e_score_correction_bias=gate.moe_statics.e_score_correction_bias.detach()[0],
+            top_k=gate.top_k,
             least_sum=gate.norm_min,
         )
         shared = module.shared_experts
-        return ExpertFeedForward(router, experts_of(module.experts), None if shared is None else gated(shared))
+        return MoE(router, experts_of(module.experts), None if shared is None else gated_mlp(shared))

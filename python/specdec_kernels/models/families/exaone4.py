@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.attention import Heads
-from ..layers.linear import FeedForward, Layer
+from ..layers.decoder_layer import Layer
+from ..layers.head_layout import HeadLayout
+from ..layers.mlp import FeedForward
 from .base import register
-from .glm4_moe import sigmoid_routed
-from .llama import gated
-from .olmo2 import with_norms_behind
+from .glm4_moe import deepseek_moe
+from .llama import gated_mlp
+from .olmo2 import post_norm_layer
 from .qwen3 import Qwen3
 
 
@@ -19,7 +20,7 @@ class ExaoneMoe(Qwen3):
     model_type = "exaone_moe"
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return sigmoid_routed(module) if hasattr(module, "experts") else gated(module)
+        return deepseek_moe(module) if hasattr(module, "experts") else gated_mlp(module)
 
     def rotation(self, index: int) -> str | None:
         return "" if self.config.sliding_window is None or self.window(index) is not None else None
@@ -29,6 +30,6 @@ class ExaoneMoe(Qwen3):
 class Exaone4(ExaoneMoe):
     model_type = "exaone4"
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
-        attention = self.attention(index, module.self_attn, heads)
-        return with_norms_behind(module, attention, self.feed_forward(index, module.mlp))
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
+        attention = self.attention(index, module.self_attn, layout)
+        return post_norm_layer(module, attention, self.feed_forward(index, module.mlp))

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.attention import Attention, Heads, order_of_groups
-from ..layers.linear import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
+from ..layers.attention import Attention
+from ..layers.decoder_layer import Layer, ParallelLayer
+from ..layers.head_layout import HeadLayout, grouped_qkv_order
+from ..layers.linear import linear_of
+from ..layers.mlp import MLP, FeedForward
+from ..layers.norm import LayerNorm, layer_norm_of
 from .base import register
 from .llama import Llama
 
@@ -25,7 +29,7 @@ class Falcon(Llama):
     def norm(self, module: Any) -> LayerNorm:
         return layer_norm_of(module)
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         both = self.config.new_decoder_architecture and self.config.num_ln_in_parallel_attn == 2
         is_parallel = self.config.parallel_attn or self.config.new_decoder_architecture
         if both:
@@ -35,22 +39,22 @@ class Falcon(Llama):
         kind = ParallelLayer if is_parallel else Layer
         return kind(
             input_norm=self.norm(module.ln_attn if both else module.input_layernorm),
-            attention=self.attention(index, module.self_attention, heads),
-            middle_norm=middle,
+            attention=self.attention(index, module.self_attention, layout),
+            pre_feed_forward_norm=middle,
             feed_forward=self.feed_forward(index, module.mlp),
         )
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
         kv_heads = module.num_kv_heads
-        order = order_of_groups(self.config.num_attention_heads, kv_heads)
+        order = grouped_qkv_order(self.config.num_attention_heads, kv_heads)
         return Attention(
-            qkv=heads.qkv(kv_heads, module.query_key_value, order=order),
-            out=heads.out(module.dense),
-            rotations=heads.rotations,
+            qkv=layout.qkv(kv_heads, module.query_key_value, order=order),
+            out=layout.out(module.dense),
+            rotations=layout.rotations,
             kv_heads=kv_heads,
-            head_dim=heads.size,
+            head_dim=layout.size,
             scale=module.head_dim**-0.5,
         )
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return PlainFeedForward(product_of(module.dense_h_to_4h), product_of(module.dense_4h_to_h), module.act)
+        return MLP(linear_of(module.dense_h_to_4h), linear_of(module.dense_4h_to_h), module.act)

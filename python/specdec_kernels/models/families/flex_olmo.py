@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.linear import FeedForward
-from ..layers.moe import ExpertFeedForward
+from ..layers.mlp import FeedForward
+from ..layers.moe import MoE
 from .base import register
 from .olmo2 import Olmo2
 from .qwen3_moe import experts_of, softmax_router
@@ -16,4 +16,4 @@ class FlexOlmo(Olmo2):
     model_type = "flex_olmo"
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return ExpertFeedForward(softmax_router(module.gate, module.gate.norm_topk_prob), experts_of(module.experts))
+        return MoE(softmax_router(module.gate, module.gate.norm_topk_prob), experts_of(module.experts))

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..layers.linear import Embedding, Norm, one_more_norm_of
+from ..layers.embedding import Embedding
+from ..layers.norm import RMSNorm, gemma_rms_norm_of
 from .base import register
 from .llama import Llama
 
@@ -19,5 +20,5 @@ class Gemma(Llama):
         weight = module.weight.detach()  # whose dtype the scale is rounded to, as when the model was trained
         return Embedding(weight, torch.tensor(self.config.hidden_size**0.5, dtype=weight.dtype).item())
 
-    def norm(self, module: Any) -> Norm:
-        return one_more_norm_of(module)
+    def norm(self, module: Any) -> RMSNorm:
+        return gemma_rms_norm_of(module)

@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..layers.attention import Attention, Heads
-from ..layers.linear import Head, Layer
+from ..layers.attention import Attention
+from ..layers.decoder_layer import Layer
+from ..layers.embedding import LMHead
+from ..layers.head_layout import HeadLayout
 from .base import register, window_of
 from .gemma import Gemma
 
@@ -21,20 +23,20 @@ class Gemma2(Gemma):
         if getattr(self.config, "use_bidirectional_attention", None):
             raise ValueError(f"{name}: use_bidirectional_attention is set, expected causal attention")
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.self_attn, heads),
-            behind_attention=self.norm(module.post_attention_layernorm),
-            middle_norm=self.norm(module.pre_feedforward_layernorm),
+            attention=self.attention(index, module.self_attn, layout),
+            post_attention_norm=self.norm(module.post_attention_layernorm),
+            pre_feed_forward_norm=self.norm(module.pre_feedforward_layernorm),
             feed_forward=self.feed_forward(index, module.mlp),
-            behind_feed_forward=self.norm(module.post_feedforward_layernorm),
+            post_feed_forward_norm=self.norm(module.post_feedforward_layernorm),
         )
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
-        return replace(super().attention(index, module, heads), soft_cap=self.config.attn_logit_softcapping)
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
+        return replace(super().attention(index, module, layout), soft_cap=self.config.attn_logit_softcapping)
 
-    def head(self, linear: Any) -> Head:
+    def head(self, linear: Any) -> LMHead:
         return super().head(linear)._replace(soft_cap=self.config.final_logit_softcapping)
 
     def window(self, index: int) -> int | None:
@@ -45,10 +47,10 @@ class Gemma2(Gemma):
 class VaultGemma(Gemma2):
     model_type = "vaultgemma"
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.self_attn, heads),
-            middle_norm=self.norm(module.pre_feedforward_layernorm),
+            attention=self.attention(index, module.self_attn, layout),
+            pre_feed_forward_norm=self.norm(module.pre_feedforward_layernorm),
             feed_forward=self.feed_forward(index, module.mlp),
         )

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..layers.attention import Heads
-from ..layers.linear import FeedForward, Layer
+from ..layers.decoder_layer import Layer
+from ..layers.head_layout import HeadLayout
+from ..layers.mlp import FeedForward
 from .base import register
 from .llama import Llama
-from .phi3 import fused
+from .phi3 import fused_mlp
 
 
 @register
@@ -21,16 +22,16 @@ class Glm(Llama):
     interleaved = True
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return fused(module)
+        return fused_mlp(module)
 
 
 @register
 class Glm4(Glm):
     model_type = "glm4"
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return replace(
-            super().layer(index, module, heads),
-            behind_attention=self.norm(module.post_self_attn_layernorm),
-            behind_feed_forward=self.norm(module.post_mlp_layernorm),
+            super().layer(index, module, layout),
+            post_attention_norm=self.norm(module.post_self_attn_layernorm),
+            post_feed_forward_norm=self.norm(module.post_mlp_layernorm),
         )

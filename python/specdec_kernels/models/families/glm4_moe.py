@@ -6,11 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..layers.attention import Attention, Heads
-from ..layers.linear import FeedForward, norm_of
-from ..layers.moe import ExpertFeedForward, SigmoidRouter
+from ..layers.attention import Attention
+from ..layers.head_layout import HeadLayout
+from ..layers.mlp import FeedForward
+from ..layers.moe import MoE, SigmoidRouter
+from ..layers.norm import rms_norm_of
 from .base import register
-from .llama import Llama, gated
+from .llama import Llama, gated_mlp
 from .qwen3_moe import experts_of
 
 
@@ -18,17 +20,17 @@ from .qwen3_moe import experts_of
 class Glm4Moe(Llama):
     model_type = "glm4_moe"
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
-        part = super().attention(index, module, heads)
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
+        part = super().attention(index, module, layout)
         if self.config.use_qk_norm:
-            q_norm, k_norm = (heads.norm(norm_of(norm)) for norm in (module.q_norm, module.k_norm))
+            q_norm, k_norm = (layout.norm(rms_norm_of(norm)) for norm in (module.q_norm, module.k_norm))
             part = replace(part, q_norm=q_norm, k_norm=k_norm)
         return part
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         if not hasattr(module, "experts"):  # one of the first `first_k_dense_replace`
-            return gated(module)
-        return sigmoid_routed(module)
+            return gated_mlp(module)
+        return deepseek_moe(module)
 
 
 @register
@@ -36,19 +38,19 @@ class SolarOpen(Llama):
     model_type = "solar_open"
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return sigmoid_routed(module)
+        return deepseek_moe(module)
 
 
-def sigmoid_routed(module: Any) -> ExpertFeedForward:
+def deepseek_moe(module: Any) -> MoE:
     """Experts by DeepSeek-V3's choice, and one that all rows take."""
     gate = module.gate
     router = SigmoidRouter(
         weight=gate.weight.detach(),
-        correction=gate.e_score_correction_bias,
-        taken=gate.top_k,
-        groups=gate.num_group,
-        groups_taken=gate.topk_group,
-        normalised=gate.norm_topk_prob,
-        factor=gate.routed_scaling_factor,
+        e_score_correction_bias=gate.e_score_correction_bias,
+        top_k=gate.top_k,
+        n_group=gate.num_group,
+        topk_group=gate.topk_group,
+        norm_topk_prob=gate.norm_topk_prob,
+        routed_scaling_factor=gate.routed_scaling_factor,
     )
-    return ExpertFeedForward(router, experts_of(module.experts), gated(module.shared_experts))
+    return MoE(router, experts_of(module.experts), gated_mlp(module.shared_experts))

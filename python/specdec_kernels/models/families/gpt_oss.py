@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layers.attention import Attention, Heads
-from ..layers.linear import FeedForward, product_of
-from ..layers.moe import ExpertFeedForward, Experts, SoftmaxRouter
+from ..layers.attention import Attention
+from ..layers.head_layout import HeadLayout
+from ..layers.linear import linear_of
+from ..layers.mlp import FeedForward
+from ..layers.moe import Experts, MoE, SoftmaxRouter
 from .base import register, window_of
 from .llama import Llama
 
@@ -19,8 +21,8 @@ from .llama import Llama
 class GptOss(Llama):
     model_type = "gpt_oss"
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
-        return replace(super().attention(index, module, heads), sinks=module.sinks.detach())
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
+        return replace(super().attention(index, module, layout), sinks=module.sinks.detach())
 
     def window(self, index: int) -> int | None:
         return window_of(self.config, index)
@@ -34,8 +36,8 @@ class GptOss(Llama):
             gates, ups = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
             return (ups + 1) * gates * torch.sigmoid(gates * alpha)
 
-        return ExpertFeedForward(
-            SoftmaxRouter(product_of(module.router), module.router.top_k, normalised=True),
+        return MoE(
+            SoftmaxRouter(linear_of(module.router), module.router.top_k, norm_topk_prob=True),
             Experts(
                 experts.gate_up_proj.detach(),
                 experts.down_proj.detach(),

@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
-from ..layers.attention import Attention, Heads, Projection, Rotation
-from ..layers.linear import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
+from ..layers.attention import Attention
+from ..layers.decoder_layer import Layer, ParallelLayer
+from ..layers.head_layout import HeadLayout
+from ..layers.linear import Projection, linear_of
+from ..layers.mlp import MLP, FeedForward
+from ..layers.norm import LayerNorm, layer_norm_of
+from ..layers.rope import Rope
 from .base import Decoder, head_dim_of, register
 from .llama import Llama
 
@@ -24,48 +29,48 @@ class GptJ(Llama):
         """Of each position the sines of its angles, then their cosines; each layer has them."""
         return body.h[0].attn.embed_positions
 
-    def heads(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> Heads:
+    def head_layout(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> HeadLayout:
         sines, cosines = rotary.to(device, torch.float32).chunk(2, -1)
-        return Heads(head_dim_of(self.config), Rotation(cosines, sines, interleaved=True))
+        return HeadLayout(head_dim_of(self.config), Rope(cosines, sines, interleaved=True))
 
     def norm(self, module: Any) -> LayerNorm:
         return layer_norm_of(module)
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return ParallelLayer(
             input_norm=self.norm(module.ln_1),
-            attention=self.attention(index, module.attn, heads),
-            middle_norm=None,
+            attention=self.attention(index, module.attn, layout),
+            pre_feed_forward_norm=None,
             feed_forward=self.feed_forward(index, module.mlp),
         )
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
         return Attention(
-            qkv=self.qkv(module, heads),
-            out=heads.out(module.out_proj),
-            rotations=heads.rotations,
+            qkv=self.qkv(module, layout),
+            out=layout.out(module.out_proj),
+            rotations=layout.rotations,
             kv_heads=self.config.num_attention_heads,
-            head_dim=heads.size,
+            head_dim=layout.size,
             scale=module.head_dim**-0.5,
         )
 
-    def qkv(self, module: Any, heads: Heads) -> Projection:
-        return heads.qkv(self.config.num_attention_heads, module.q_proj, module.k_proj, module.v_proj)
+    def qkv(self, module: Any, layout: HeadLayout) -> Projection:
+        return layout.qkv(self.config.num_attention_heads, module.q_proj, module.k_proj, module.v_proj)
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return PlainFeedForward(product_of(module.fc_in), product_of(module.fc_out), module.act)
+        return MLP(linear_of(module.fc_in), linear_of(module.fc_out), module.act)
 
 
 @register
 class CodeGen(GptJ):
     model_type = "codegen"
 
-    def qkv(self, module: Any, heads: Heads) -> Projection:
+    def qkv(self, module: Any, layout: HeadLayout) -> Projection:
         """One product, whose rows stand as four machines had them: of each its queries', values' and keys' heads."""
         count, machines = self.config.num_attention_heads, 4
         each = count // machines
         places = [[(3 * (i // each) + part) * each + i % each for i in range(count)] for part in (0, 2, 1)]
-        return heads.qkv(count, module.qkv_proj, order=[place for part in places for place in part])
+        return layout.qkv(count, module.qkv_proj, order=[place for part in places for place in part])
 
 
 @register
@@ -78,8 +83,8 @@ class GptNeo(GptJ):
 
     def decoder(self, model: Any, max_len: int, device: torch.device) -> Decoder:
         parts = super().decoder(model, max_len, device)
-        places = model.get_decoder().wpe.weight.detach()
-        return parts._replace(embedding=parts.embedding._replace(places=places))
+        position_weight = model.get_decoder().wpe.weight.detach()
+        return parts._replace(embedding=parts.embedding._replace(position_weight=position_weight))
 
     def rotation(self, index: int) -> str | None:
         return None
@@ -87,21 +92,21 @@ class GptNeo(GptJ):
     def rotary(self, body: Any) -> Any:
         return None
 
-    def heads(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> Heads:
-        return Heads(head_dim_of(self.config), Rotation.none(device))
+    def head_layout(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> HeadLayout:
+        return HeadLayout(head_dim_of(self.config), Rope.none(device))
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.ln_1),
-            attention=self.attention(index, module.attn, heads),
-            middle_norm=self.norm(module.ln_2),
+            attention=self.attention(index, module.attn, layout),
+            pre_feed_forward_norm=self.norm(module.ln_2),
             feed_forward=self.feed_forward(index, module.mlp),
         )
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
-        part = super().attention(index, module.attention, heads)
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
+        part = super().attention(index, module.attention, layout)
         part.window, part.scale = self.window(index), 1.0
         return part
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return PlainFeedForward(product_of(module.c_fc), product_of(module.c_proj), module.act)
+        return MLP(linear_of(module.c_fc), linear_of(module.c_proj), module.act)

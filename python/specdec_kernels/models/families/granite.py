@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..layers.attention import Heads
-from ..layers.linear import Embedding, Head, Layer, Norm, Scale, norm_of
+from ..layers.decoder_layer import Layer
+from ..layers.embedding import Embedding, LMHead
+from ..layers.head_layout import HeadLayout
+from ..layers.norm import RMSNorm, Scale, rms_norm_of
 from .base import register
 from .llama import Llama
 
@@ -16,17 +18,17 @@ from .llama import Llama
 class Granite(Llama):
     model_type = "granite"
 
-    def norm(self, module: Any) -> Norm:
-        return norm_of(module)
+    def norm(self, module: Any) -> RMSNorm:
+        return rms_norm_of(module)
 
     def embedding(self, module: Any) -> Embedding:
         return super().embedding(module)._replace(scale=self.config.embedding_multiplier)
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         scale = Scale(self.config.residual_multiplier)
-        return replace(super().layer(index, module, heads), behind_attention=scale, behind_feed_forward=scale)
+        return replace(super().layer(index, module, layout), post_attention_norm=scale, post_feed_forward_norm=scale)
 
-    def head(self, linear: Any) -> Head:
+    def head(self, linear: Any) -> LMHead:
         return super().head(linear)._replace(scale=1 / self.config.logits_scaling)
 
 
@@ -34,14 +36,14 @@ class Granite(Llama):
 class HyperClovaX(Granite):
     model_type = "hyperclovax"
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
-        plain = super().layer(index, module, heads)
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
+        plain = super().layer(index, module, layout)
         if not self.config.use_post_norm:
             return plain
         factor = self.config.residual_multiplier
         norms = [self.norm(norm) for norm in (module.post_norm1, module.post_norm2)]
-        behind_attention, behind_feed_forward = (norm._replace(weight=norm.weight * factor) for norm in norms)
-        return replace(plain, behind_attention=behind_attention, behind_feed_forward=behind_feed_forward)
+        post_attention_norm, post_feed_forward_norm = (norm._replace(weight=norm.weight * factor) for norm in norms)
+        return replace(plain, post_attention_norm=post_attention_norm, post_feed_forward_norm=post_feed_forward_norm)
 
-    def head(self, linear: Any) -> Head:
+    def head(self, linear: Any) -> LMHead:
         return super().head(linear)._replace(scale=self.config.logits_scaling)

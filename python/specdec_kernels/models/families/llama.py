@@ -7,19 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..layers.attention import Attention, Heads, Projection, Rotation
-from ..layers.linear import (
-    AnyNorm,
-    Embedding,
-    FeedForward,
-    GatedFeedForward,
-    Head,
-    Layer,
-    activation_of,
-    merged,
-    norm_of,
-    product_of,
-)
+from ..layers.attention import Attention
+from ..layers.decoder_layer import Layer
+from ..layers.embedding import Embedding, LMHead
+from ..layers.head_layout import HeadLayout
+from ..layers.linear import Projection, fused, linear_of
+from ..layers.mlp import FeedForward, GatedMLP, activation_of
+from ..layers.norm import Norm, rms_norm_of
+from ..layers.rope import Rope
 from .base import Decoder, Family, head_dim_of, register
 
 
@@ -34,14 +29,14 @@ class Llama(Family):
     def decoder(self, model: Any, max_len: int, device: torch.device) -> Decoder:
         body = model.get_decoder()
         # One with more senses than text takes the product alone, whatever its language model would do to logits.
-        head = self.head(model.lm_head) if body is model.base_model else Head(product_of(model.lm_head))
+        head = self.head(model.lm_head) if body is model.base_model else LMHead(linear_of(model.lm_head))
         modules = getattr(body, self.layers_name)
         kinds = [self.rotation(index) for index in range(len(modules))]
-        heads = {kind: self.heads(self.rotary(body), kind, max_len, device) for kind in dict.fromkeys(kinds)}
+        layouts = {kind: self.head_layout(self.rotary(body), kind, max_len, device) for kind in dict.fromkeys(kinds)}
         layers = zip(modules, kinds, strict=True)
         return Decoder(
             embedding=self.embedding(body.get_input_embeddings()),
-            layers=[self.layer(index, module, heads[kind]) for index, (module, kind) in enumerate(layers)],
+            layers=[self.layer(index, module, layouts[kind]) for index, (module, kind) in enumerate(layers)],
             norm=self.norm(getattr(body, self.last_norm_name)),
             head=head,
         )
@@ -50,49 +45,49 @@ class Llama(Family):
         """What has the angles of the body's rotations."""
         return body.rotary_emb
 
-    def heads(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> Heads:
+    def head_layout(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> HeadLayout:
         """Of the layers whose rotation is of this kind."""
         if kind is None:
-            rotation = Rotation.none(device)
+            rotation = Rope.none(device)
         else:
             kinds = (kind,) if kind else ()
-            rotation = Rotation.of(rotary, max_len, device, *kinds, interleaved=self.interleaved)
-        return Heads(head_dim_of(self.config), rotation)
+            rotation = Rope.of(rotary, max_len, device, *kinds, interleaved=self.interleaved)
+        return HeadLayout(head_dim_of(self.config), rotation)
 
     def embedding(self, module: Any) -> Embedding:
         return Embedding(module.weight.detach())
 
-    def head(self, linear: Any) -> Head:
-        return Head(product_of(linear))
+    def head(self, linear: Any) -> LMHead:
+        return LMHead(linear_of(linear))
 
-    def norm(self, module: Any) -> AnyNorm:
-        return norm_of(module)
+    def norm(self, module: Any) -> Norm:
+        return rms_norm_of(module)
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.self_attn, heads),
-            middle_norm=self.norm(module.post_attention_layernorm),
+            attention=self.attention(index, module.self_attn, layout),
+            pre_feed_forward_norm=self.norm(module.post_attention_layernorm),
             feed_forward=self.feed_forward(index, module.mlp),
         )
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
         kv_heads = self.config.num_key_value_heads
         return Attention(
-            qkv=heads.qkv(kv_heads, module.q_proj, module.k_proj, module.v_proj, normed=self.head_norms(module)),
-            out=heads.out(getattr(module, self.out_name)),
-            rotations=heads.rotations,
+            qkv=layout.qkv(kv_heads, module.q_proj, module.k_proj, module.v_proj, normed=self.head_norms(module)),
+            out=layout.out(getattr(module, self.out_name)),
+            rotations=layout.rotations,
             kv_heads=kv_heads,
-            head_dim=heads.size,
+            head_dim=layout.size,
             window=self.window(index),
             scale=module.scaling,
         )
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return gated(module)
+        return gated_mlp(module)
 
     def head_norms(self, module: Any) -> Callable[[Projection], Projection] | None:
-        """What makes `NormedHeads` of a layer's queries, keys and values, if they are that."""
+        """What makes `LayerNormedHeads` of a layer's queries, keys and values, if they are that."""
         return None
 
     def rotation(self, index: int) -> str | None:
@@ -100,5 +95,5 @@ class Llama(Family):
         return ""
 
 
-def gated(mlp: Any) -> GatedFeedForward:
-    return GatedFeedForward(merged(mlp.gate_proj, mlp.up_proj), product_of(mlp.down_proj), activation_of(mlp.act_fn))
+def gated_mlp(mlp: Any) -> GatedMLP:
+    return GatedMLP(fused(mlp.gate_proj, mlp.up_proj), linear_of(mlp.down_proj), activation_of(mlp.act_fn))

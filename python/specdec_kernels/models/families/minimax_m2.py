@@ -6,12 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..layers.attention import Attention, Heads
-from ..layers.linear import FeedForward, norm_of
-from ..layers.moe import ExpertFeedForward, SigmoidRouter
+from ..layers.attention import Attention
+from ..layers.head_layout import HeadLayout
+from ..layers.mlp import FeedForward
+from ..layers.moe import MoE, SigmoidRouter
+from ..layers.norm import rms_norm_of
 from .base import register
-from .llama import Llama, gated
-from .olmoe import NormedProduct
+from .llama import Llama, gated_mlp
+from .olmoe import RMSNormedQK
 from .qwen3 import Qwen3
 from .qwen3_moe import experts_of
 
@@ -20,13 +22,13 @@ from .qwen3_moe import experts_of
 class MiniMaxM2(Llama):
     model_type = "minimax_m2"
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
-        plain = super().attention(index, module, heads)
-        norms = heads.norm(norm_of(module.q_norm)), heads.norm(norm_of(module.k_norm))
-        return replace(plain, qkv=NormedProduct(plain.qkv, *norms))
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
+        plain = super().attention(index, module, layout)
+        norms = layout.norm(rms_norm_of(module.q_norm)), layout.norm(rms_norm_of(module.k_norm))
+        return replace(plain, qkv=RMSNormedQK(plain.qkv, *norms))
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return ExpertFeedForward(ungrouped_router(module), experts_of(module.experts))
+        return MoE(ungrouped_router(module), experts_of(module.experts))
 
 
 @register
@@ -35,9 +37,9 @@ class HyV3(Qwen3):
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         if not hasattr(module, "experts"):
-            return gated(module)
+            return gated_mlp(module)
         router = ungrouped_router(module, module.gate.router_scaling_factor)
-        return ExpertFeedForward(router, experts_of(module.experts), gated(module.shared_experts))
+        return MoE(router, experts_of(module.experts), gated_mlp(module.shared_experts))
 
     def window(self, index: int) -> int | None:
         return None
@@ -46,10 +48,10 @@ class HyV3(Qwen3):
 def ungrouped_router(module: Any, factor: float = 1.0) -> SigmoidRouter:
     return SigmoidRouter(
         weight=module.gate.weight.detach(),
-        correction=module.e_score_correction_bias,
-        taken=module.gate.top_k,
-        groups=1,
-        groups_taken=1,
-        normalised=True,
-        factor=factor,
+        e_score_correction_bias=module.e_score_correction_bias,
+        top_k=module.gate.top_k,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=factor,
     )

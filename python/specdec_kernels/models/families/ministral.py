@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..layers.attention import Attention, Heads
+from ..layers.attention import Attention
+from ..layers.head_layout import HeadLayout
 from .base import register, window_of
 from .mistral import Mistral
 
@@ -29,12 +30,12 @@ class Cwm(Ministral):
 class Ministral3(Mistral):
     model_type = "ministral3"
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
-        plain = super().attention(index, module, heads)
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
+        plain = super().attention(index, module, layout)
         beta = self.config.rope_parameters.get("llama_4_scaling_beta")
         if not beta:
             return plain
-        steps = torch.arange(len(heads.rotations), device=heads.rotations.device)
+        steps = torch.arange(len(layout.rotations), device=layout.rotations.device)
         steps = steps // self.config.rope_parameters["original_max_position_embeddings"]
         factors = 1 + beta * torch.log(1 + steps.float())
         return replace(plain, q_factors=factors[:, None].to(module.o_proj.weight.dtype))

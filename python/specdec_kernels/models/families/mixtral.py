@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.linear import FeedForward
-from ..layers.moe import ExpertFeedForward
+from ..layers.mlp import FeedForward
+from ..layers.moe import MoE
 from .base import register
 from .mistral import Mistral
 from .qwen3_moe import experts_of, softmax_router
@@ -16,4 +16,4 @@ class Mixtral(Mistral):
     model_type = "mixtral"
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return ExpertFeedForward(softmax_router(module.gate, normalised=True), experts_of(module.experts))
+        return MoE(softmax_router(module.gate, norm_topk_prob=True), experts_of(module.experts))

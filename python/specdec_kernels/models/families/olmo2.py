@@ -5,34 +5,37 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..layers.attention import Attention, Heads
-from ..layers.linear import FeedForward, Layer, NoNorm, norm_of
+from ..layers.attention import Attention
+from ..layers.decoder_layer import Layer
+from ..layers.head_layout import HeadLayout
+from ..layers.mlp import FeedForward
+from ..layers.norm import NoNorm, rms_norm_of
 from .base import register
 from .llama import Llama
-from .olmoe import NormedProduct
+from .olmoe import RMSNormedQK
 
 
 @register
 class Olmo2(Llama):
     model_type = "olmo2"
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
-        attention = self.attention(index, module.self_attn, heads)
-        return with_norms_behind(module, attention, self.feed_forward(index, module.mlp))
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
+        attention = self.attention(index, module.self_attn, layout)
+        return post_norm_layer(module, attention, self.feed_forward(index, module.mlp))
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
-        plain = super().attention(index, module, heads)
-        q_norm, k_norm = (heads.norm(norm_of(norm)) for norm in (module.q_norm, module.k_norm))
-        return replace(plain, qkv=NormedProduct(plain.qkv, q_norm, k_norm))
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
+        plain = super().attention(index, module, layout)
+        q_norm, k_norm = (layout.norm(rms_norm_of(norm)) for norm in (module.q_norm, module.k_norm))
+        return replace(plain, qkv=RMSNormedQK(plain.qkv, q_norm, k_norm))
 
 
-def with_norms_behind(module: Any, attention: Attention, feed_forward: FeedForward) -> Layer:
+def post_norm_layer(module: Any, attention: Attention, feed_forward: FeedForward) -> Layer:
     """A layer that has no norms before its parts."""
     return Layer(
         input_norm=NoNorm(),
         attention=attention,
-        behind_attention=norm_of(module.post_attention_layernorm),
-        middle_norm=NoNorm(),
+        post_attention_norm=rms_norm_of(module.post_attention_layernorm),
+        pre_feed_forward_norm=NoNorm(),
         feed_forward=feed_forward,
-        behind_feed_forward=norm_of(module.post_feedforward_layernorm),
+        post_feed_forward_norm=rms_norm_of(module.post_feedforward_layernorm),
     )

@@ -8,26 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layers.attention import Attention, Heads, Projection
-from ..layers.linear import FeedForward, Norm, norm_of
-from ..layers.moe import ExpertFeedForward
+from ..layers.attention import Attention
+from ..layers.head_layout import HeadLayout
+from ..layers.linear import Projection
+from ..layers.mlp import FeedForward
+from ..layers.moe import MoE
+from ..layers.norm import RMSNorm, rms_norm_of
 from .base import register
 from .llama import Llama
 from .qwen3_moe import experts_of, softmax_router
 
 
 @dataclass(frozen=True)
-class NormedProduct:
+class RMSNormedQK:
     """Queries, keys and values of which the first two are normalised over all their heads together."""
 
-    product: Projection
-    q_norm: Norm
-    k_norm: Norm
+    projection: Projection
+    q_norm: RMSNorm
+    k_norm: RMSNorm
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, heads * head_dim] from [T, in]."""
         widths = [len(self.q_norm.weight), len(self.k_norm.weight), len(self.k_norm.weight)]
-        q, k, v = torch.split(self.product(x), widths, -1)
+        q, k, v = torch.split(self.projection(x), widths, -1)
         return torch.cat([self.q_norm(q), self.k_norm(k), v], -1)
 
 
@@ -35,15 +38,15 @@ class NormedProduct:
 class Olmoe(Llama):
     model_type = "olmoe"
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
-        plain = super().attention(index, module, heads)
-        norms = heads.norm(norm_of(module.q_norm)), heads.norm(norm_of(module.k_norm))
-        return replace(plain, qkv=clipped(NormedProduct(plain.qkv, *norms), self.config.clip_qkv))
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
+        plain = super().attention(index, module, layout)
+        norms = layout.norm(rms_norm_of(module.q_norm)), layout.norm(rms_norm_of(module.k_norm))
+        return replace(plain, qkv=clamped(RMSNormedQK(plain.qkv, *norms), self.config.clip_qkv))
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return ExpertFeedForward(softmax_router(module.gate, module.gate.norm_topk_prob), experts_of(module.experts))
+        return MoE(softmax_router(module.gate, module.gate.norm_topk_prob), experts_of(module.experts))
 
 
-def clipped(product: Projection, largest: float | None) -> Projection:
+def clamped(projection: Projection, largest: float | None) -> Projection:
     """Of numbers that are at most `largest` in magnitude; None: as they are."""
-    return product if largest is None else lambda x: product(x).clamp(-largest, largest)
+    return projection if largest is None else lambda x: projection(x).clamp(-largest, largest)

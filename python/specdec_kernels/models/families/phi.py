@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 
-from ..layers.attention import Heads, NormedHeads, Projection
-from ..layers.linear import FeedForward, Layer, LayerNorm, ParallelLayer, PlainFeedForward, layer_norm_of, product_of
+from ..layers.attention import LayerNormedHeads
+from ..layers.decoder_layer import Layer, ParallelLayer
+from ..layers.head_layout import HeadLayout
+from ..layers.linear import Projection, linear_of
+from ..layers.mlp import MLP, FeedForward
+from ..layers.norm import LayerNorm, layer_norm_of
 from .base import register
 from .llama import Llama
 
@@ -25,25 +29,25 @@ class StableLm(Llama):
     def head_norms(self, module: Any) -> Callable[[Projection], Projection] | None:
         if not self.config.qk_layernorm:
             return None
-        q_norm, k_norm = self.of_heads(module.q_layernorm), self.of_heads(module.k_layernorm)
+        q_norm, k_norm = self.stacked_norm(module.q_layernorm), self.stacked_norm(module.k_layernorm)
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        return partial(NormedHeads.of, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm)
+        return partial(LayerNormedHeads.of, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm)
 
-    def of_heads(self, module: Any) -> LayerNorm:
+    def stacked_norm(self, module: Any) -> LayerNorm:
         """The norms of queries' or keys' heads, of which each has its own."""
         weight = torch.stack([norm.weight.detach() for norm in module.norms])
         return LayerNorm(weight, None, module.norms[0].eps)
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         if not self.config.use_parallel_residual:
-            return super().layer(index, module, heads)
-        return self.parallel_layer(index, module, heads)
+            return super().layer(index, module, layout)
+        return self.parallel_layer(index, module, layout)
 
-    def parallel_layer(self, index: int, module: Any, heads: Heads) -> ParallelLayer:
+    def parallel_layer(self, index: int, module: Any, layout: HeadLayout) -> ParallelLayer:
         return ParallelLayer(
             input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.self_attn, heads),
-            middle_norm=None,
+            attention=self.attention(index, module.self_attn, layout),
+            pre_feed_forward_norm=None,
             feed_forward=self.feed_forward(index, module.mlp),
         )
 
@@ -54,11 +58,11 @@ class Phi(StableLm):
     out_name = "dense"
     last_norm_name = "final_layernorm"
 
-    def layer(self, index: int, module: Any, heads: Heads) -> Layer:
-        return self.parallel_layer(index, module, heads)
+    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
+        return self.parallel_layer(index, module, layout)
 
-    def of_heads(self, module: Any) -> LayerNorm:
+    def stacked_norm(self, module: Any) -> LayerNorm:
         return self.norm(module)
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return PlainFeedForward(product_of(module.fc1), product_of(module.fc2), module.activation_fn)
+        return MLP(linear_of(module.fc1), linear_of(module.fc2), module.activation_fn)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.attention import Attention, Heads
-from ..layers.linear import FeedForward, GatedFeedForward, activation_of, product_of
+from ..layers.attention import Attention
+from ..layers.head_layout import HeadLayout
+from ..layers.linear import linear_of
+from ..layers.mlp import FeedForward, GatedMLP, activation_of
 from .base import register
 from .llama import Llama
 
@@ -14,25 +16,25 @@ from .llama import Llama
 class Phi3(Llama):
     model_type = "phi3"
 
-    def attention(self, index: int, module: Any, heads: Heads) -> Attention:
+    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
         kv_heads = self.config.num_key_value_heads
         return Attention(
-            qkv=heads.qkv(kv_heads, module.qkv_proj),
-            out=heads.out(module.o_proj),
-            rotations=heads.rotations,
+            qkv=layout.qkv(kv_heads, module.qkv_proj),
+            out=layout.out(module.o_proj),
+            rotations=layout.rotations,
             kv_heads=kv_heads,
-            head_dim=heads.size,
+            head_dim=layout.size,
             window=self.window(index),
             scale=module.scaling,
         )
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return fused(module)
+        return fused_mlp(module)
 
     def window(self, index: int) -> int | None:
         window: int | None = self.config.sliding_window
         return window
 
 
-def fused(mlp: Any) -> GatedFeedForward:
-    return GatedFeedForward(product_of(mlp.gate_up_proj), product_of(mlp.down_proj), activation_of(mlp.activation_fn))
+def fused_mlp(mlp: Any) -> GatedMLP:
+    return GatedMLP(linear_of(mlp.gate_up_proj), linear_of(mlp.down_proj), activation_of(mlp.activation_fn))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.linear import FeedForward, product_of
-from ..layers.moe import ExpertFeedForward
+from ..layers.linear import linear_of
+from ..layers.mlp import FeedForward
+from ..layers.moe import MoE
 from .base import register
-from .llama import gated
+from .llama import gated_mlp
 from .qwen2 import Qwen2
 from .qwen3_moe import experts_of, softmax_router
 
@@ -18,10 +19,10 @@ class Qwen2Moe(Qwen2):
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         if not hasattr(module, "experts"):
-            return gated(module)
-        return ExpertFeedForward(
+            return gated_mlp(module)
+        return MoE(
             softmax_router(module.gate, module.gate.norm_topk_prob),
             experts_of(module.experts),
-            gated(module.shared_expert),
-            product_of(module.shared_expert_gate),
+            gated_mlp(module.shared_expert),
+            linear_of(module.shared_expert_gate),
         )

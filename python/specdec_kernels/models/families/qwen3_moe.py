@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.linear import FeedForward, Product
-from ..layers.moe import ExpertFeedForward, Experts, QuantisedExperts, Router, SoftmaxRouter
+from ..layers.linear import Linear
+from ..layers.mlp import FeedForward
+from ..layers.moe import Experts, MoE, QuantizedExperts, Router, SoftmaxRouter
 from .base import register, window_of
-from .llama import gated
+from .llama import gated_mlp
 from .qwen3 import Qwen3
 
 
@@ -22,9 +23,9 @@ class Qwen3Moe(Qwen3):
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         if not hasattr(module, "experts"):  # one of `mlp_only_layers`, or between those of `decoder_sparse_step`
-            return gated(module)
-        normalised = getattr(module.gate, "norm_topk_prob", True)  # those of Qwen3-VL always are
-        return ExpertFeedForward(softmax_router(module.gate, normalised), experts_of(module.experts))
+            return gated_mlp(module)
+        norm_topk_prob = getattr(module.gate, "norm_topk_prob", True)  # those of Qwen3-VL always are
+        return MoE(softmax_router(module.gate, norm_topk_prob), experts_of(module.experts))
 
 
 @register
@@ -41,10 +42,10 @@ class Mellum(Qwen3Moe):
 
 def experts_of(module: Any) -> Experts:
     """Of a module whose parameters are [experts, out, in], gates before ups, or of one that keeps them in 8 bits."""
-    if isinstance(module, QuantisedExperts):
+    if isinstance(module, QuantizedExperts):
         return module.experts()
     return Experts(module.gate_up_proj.detach().mT, module.down_proj.detach().mT)
 
 
-def softmax_router(module: Any, normalised: bool) -> Router:
-    return SoftmaxRouter(Product(module.weight.detach(), None), module.top_k, normalised)
+def softmax_router(module: Any, norm_topk_prob: bool) -> Router:
+    return SoftmaxRouter(Linear(module.weight.detach(), None), module.top_k, norm_topk_prob)

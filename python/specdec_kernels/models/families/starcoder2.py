@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.linear import FeedForward, LayerNorm, PlainFeedForward, layer_norm_of, product_of
+from ..layers.linear import linear_of
+from ..layers.mlp import MLP, FeedForward
+from ..layers.norm import LayerNorm, layer_norm_of
 from .base import register
 from .llama import Llama
 
@@ -17,7 +19,7 @@ class Starcoder2(Llama):
         return layer_norm_of(module)
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return PlainFeedForward(product_of(module.c_fc), product_of(module.c_proj), module.act)
+        return MLP(linear_of(module.c_fc), linear_of(module.c_proj), module.act)
 
     def window(self, index: int) -> int | None:
         window: int | None = self.config.sliding_window

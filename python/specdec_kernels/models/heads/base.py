@@ -22,11 +22,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from ...plans import HEAD_DIMS
 from ..families import head_dim_of, window_of
-from ..families.llama import gated
+from ..families.llama import gated_mlp
 from ..kv_pools import KvPools
 from ..language_model import LanguageModel
-from ..layers.attention import Attention, Heads, Rotation, Rows
-from ..layers.linear import Layer, MadeRows, norm_of
+from ..layers.attention import Attention
+from ..layers.decoder_layer import Layer
+from ..layers.expert_outputs import ExpertOutputs
+from ..layers.head_layout import HeadLayout
+from ..layers.norm import rms_norm_of
+from ..layers.paged_batch import PagedBatch
+from ..layers.rope import Rope
 from ..weights.checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, readable, tensor_names
 from ..weights.loading import some
 from ..weights.offload import fetch, stow
@@ -166,8 +171,8 @@ class DraftHead(nn.Module):
 
     def _make_layers(self) -> list[Layer]:
         device = self.embed_tokens.weight.device
-        rotation = Rotation.of(LlamaRotaryEmbedding(self.config), self._max_len, device)
-        heads = Heads(head_dim_of(self.config), rotation)
+        rotation = Rope.of(LlamaRotaryEmbedding(self.config), self._max_len, device)
+        heads = HeadLayout(head_dim_of(self.config), rotation)
         return [self._layer(index, module, heads) for index, module in enumerate(self.layers)]
 
     def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
@@ -220,7 +225,7 @@ class DraftHead(nn.Module):
         """Parts that were made of weights, its own or the target's, follow them."""
         write_over(self._parts, self._make_parts())
 
-    def _layer(self, index: int, module: Any, heads: Heads) -> Layer:
+    def _layer(self, index: int, module: Any, heads: HeadLayout) -> Layer:
         projections = module.self_attn
         kv_heads = projections.k_proj.out_features // heads.dim
         q_norm, k_norm = (getattr(projections, norm, None) for norm in ("q_norm", "k_norm"))
@@ -230,17 +235,17 @@ class DraftHead(nn.Module):
             rotations=heads.rotations,
             kv_heads=kv_heads,
             head_dim=heads.size,
-            q_norm=None if q_norm is None else heads.norm(norm_of(q_norm)),
-            k_norm=None if k_norm is None else heads.norm(norm_of(k_norm)),
+            q_norm=None if q_norm is None else heads.norm(rms_norm_of(q_norm)),
+            k_norm=None if k_norm is None else heads.norm(rms_norm_of(k_norm)),
             window=window_of(self.config, index),
             scale=heads.dim**-0.5,
         )
         norm = getattr(module, "input_layernorm", None)
         return Layer(
             attention,
-            norm_of(module.post_attention_layernorm),
-            gated(module.mlp),
-            input_norm=None if norm is None else norm_of(norm),
+            rms_norm_of(module.post_attention_layernorm),
+            gated_mlp(module.mlp),
+            input_norm=None if norm is None else rms_norm_of(norm),
         )
 
     def _hold(self, pools: KvPools) -> None:
@@ -257,7 +262,7 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
+        self, tokens: Tensor, features: Features, positions: Tensor, batch: PagedBatch, only: Tensor | None = None
     ) -> HeadOutput:
         """All layers of the head.
 
@@ -272,22 +277,22 @@ class DraftHead(nn.Module):
         """What the first layer takes: rows [B * Q, ...], normalised where it asks for that, and the residual stream."""
         raise NotImplementedError
 
-    def prefill(self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows) -> None:
+    def prefill(self, tokens: Tensor, features: Features, positions: Tensor, batch: PagedBatch) -> None:
         """`forward` for the sake of the rows' KV."""
         normed, state = self.enter(tokens, features)
         for before, layer in pairwise(self._parts.layers):
-            normed, state = layer.enter(*before(normed, state, positions, rows))
-        self._parts.layers[-1].attention.write_kv(normed, positions, rows)
+            normed, state = layer.enter(*before(normed, state, positions, batch))
+        self._parts.layers[-1].attention.write_kv(normed, positions, batch)
 
     def pass_layers(
-        self, normed: Tensor, state: Tensor, positions: Tensor, rows: Rows, only: Tensor | None
-    ) -> tuple[Tensor | MadeRows, Tensor | None]:
+        self, normed: Tensor, state: Tensor, positions: Tensor, batch: PagedBatch, only: Tensor | None
+    ) -> tuple[Tensor | ExpertOutputs, Tensor | None]:
         """What the norm behind the last layer takes, from what the first one does."""
         first, *others = self._parts.layers
-        x, residual = first(normed, state, positions, rows, only=None if others else only)
+        x, residual = first(normed, state, positions, batch, only=None if others else only)
         for layer in others:
             normed, state = layer.enter(x, residual)
-            x, residual = layer(normed, state, positions, rows, only=only if layer is others[-1] else None)
+            x, residual = layer(normed, state, positions, batch, only=only if layer is others[-1] else None)
         return x, residual
 
     def logits(self, normed: Tensor) -> Tensor:

@@ -16,17 +16,20 @@ from transformers import LlamaConfig
 
 from ..backends.native import CausalLM
 from ..language_model import LanguageModel
-from ..layers.attention import Rows
-from ..layers.linear import Embedding, Layer, Product, product_of, sum_of
+from ..layers.decoder_layer import Layer
+from ..layers.embedding import Embedding
+from ..layers.linear import Linear, linear_of
+from ..layers.norm import add_residual
+from ..layers.paged_batch import PagedBatch
 from ..weights.checkpoint import EAGLE
 from .base import DraftHead, Features, HeadLayer, HeadOutput, Parts
 
 
 class EagleParts(NamedTuple):
     embedding: Embedding
-    fc: Product
+    fc: Linear
     layers: list[Layer]
-    head: Product
+    head: Linear
 
 
 class EagleHead(DraftHead):
@@ -63,18 +66,18 @@ class EagleHead(DraftHead):
         super().prepare(target, num_pages, page_size)
 
     def _make_parts(self) -> EagleParts:
-        head = product_of(self.lm_head)
+        head = linear_of(self.lm_head)
         return EagleParts(
             embedding=Embedding(self.embed_tokens.weight.detach()),
-            fc=product_of(self.fc),
+            fc=linear_of(self.fc),
             layers=self._make_layers(),
-            head=head if self._among is None else head.rows(self._among),
+            head=head if self._among is None else head.permute_outputs(self._among),
         )
 
     def draft_among(self, ids: list[int]) -> None:
         """Predicts these tokens of the target alone, by a copy of their rows of `lm_head`."""
         self._among = ids
-        self._parts = self._parts._replace(head=self._parts.head.rows(ids))
+        self._parts = self._parts._replace(head=self._parts.head.permute_outputs(ids))
         # A head that was given as a module shares its dict of buffers with the copy that this one is.
         id_map = torch.tensor(ids, dtype=torch.int32, device=self.embed_tokens.weight.device)
         self._buffers = self._buffers | {"id_map": id_map}
@@ -90,10 +93,10 @@ class EagleHead(DraftHead):
         return state if norm is None else norm(state), state
 
     def forward(
-        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
+        self, tokens: Tensor, features: Features, positions: Tensor, batch: PagedBatch, only: Tensor | None = None
     ) -> HeadOutput:
-        x, rest = self.pass_layers(*self.enter(tokens, features), positions, rows, only)
-        hidden = sum_of(x, rest, None)
+        x, rest = self.pass_layers(*self.enter(tokens, features), positions, batch, only)
+        hidden = add_residual(x, rest, None)
         return HeadOutput(hidden, hidden)  # it stands for the target's normed state
 
     def logits(self, normed: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...ops import rms_norm_concat
-from ..layers.attention import Rows
-from ..layers.linear import Layer, Norm, Product, norm_of, product_of
+from ..layers.decoder_layer import Layer
+from ..layers.linear import Linear, linear_of
+from ..layers.norm import RMSNorm, rms_norm_of
+from ..layers.paged_batch import PagedBatch
 from ..weights.checkpoint import EAGLE3
 from .base import DraftHead, Features, HeadLayer, HeadOutput, Parts
 
@@ -66,14 +68,14 @@ def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
 
 class Eagle3Parts(NamedTuple):
     embeddings: Tensor
-    embedding_norm: Norm
-    feature_norm: Norm
-    input_norm: Norm | None
-    state_norms: list[Norm]
-    fc: Product
+    embedding_norm: RMSNorm
+    feature_norm: RMSNorm
+    input_norm: RMSNorm | None
+    state_norms: list[RMSNorm]
+    fc: Linear
     layers: list[Layer]
-    norm: Norm
-    head: Product
+    norm: RMSNorm
+    head: Linear
 
 
 class Eagle3Head(DraftHead):
@@ -125,14 +127,14 @@ class Eagle3Head(DraftHead):
         first: Any = self.layers[0]
         return Eagle3Parts(
             embeddings=self.embed_tokens.weight.detach(),
-            embedding_norm=norm_of(first.input_layernorm),
-            feature_norm=norm_of(first.hidden_norm),
-            input_norm=None if self.input_norm is None else norm_of(self.input_norm),
-            state_norms=[norm_of(norm) for norm in self.fc_norm],
-            fc=product_of(self.fc),
+            embedding_norm=rms_norm_of(first.input_layernorm),
+            feature_norm=rms_norm_of(first.hidden_norm),
+            input_norm=None if self.input_norm is None else rms_norm_of(self.input_norm),
+            state_norms=[rms_norm_of(norm) for norm in self.fc_norm],
+            fc=linear_of(self.fc),
             layers=self._make_layers(),
-            norm=norm_of(self.norm),
-            head=product_of(self.lm_head),
+            norm=rms_norm_of(self.norm),
+            head=linear_of(self.lm_head),
         )
 
     def join(self, features: Tensor) -> Tensor:
@@ -160,10 +162,10 @@ class Eagle3Head(DraftHead):
         return pairs, state
 
     def forward(
-        self, tokens: Tensor, features: Features, positions: Tensor, rows: Rows, only: Tensor | None = None
+        self, tokens: Tensor, features: Features, positions: Tensor, batch: PagedBatch, only: Tensor | None = None
     ) -> HeadOutput:
-        x, residual = self.pass_layers(*self.enter(tokens, features), positions, rows, only)
-        normed, hidden = self._parts.norm.added(x, residual)
+        x, residual = self.pass_layers(*self.enter(tokens, features), positions, batch, only)
+        normed, hidden = self._parts.norm.add_norm(x, residual)
         return HeadOutput(normed if self.norm_output else hidden, normed)
 
     def logits(self, normed: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers.quantized import FP8, GROUP, Fp8Weight, Int4Weight, StoredWeight, by_columns
+from ..layers.fp8 import FP8, GROUP, column_major
+from ..layers.quantized import Fp8Weight, Int4Weight, QuantizedWeight
 
 Tensors = Mapping[str, Tensor]  # of one product, by the last part of their names
 
@@ -25,8 +26,8 @@ class Scheme(NamedTuple):
     tensors: frozenset[str]  # of each
     optional: frozenset[str]  # may be there, too
     marks: str  # the tensor that only a quantised product has
-    weight: Callable[[Tensors], StoredWeight]
-    kept: type[StoredWeight]  # as which they are kept
+    weight: Callable[[Tensors], QuantizedWeight]
+    kept: type[QuantizedWeight]  # as which they are kept
     activations: str = "none"  # how the rows that enter them are rounded, as those of an `Fp8Weight`
 
     def products(self, names: Iterable[str]) -> set[str]:
@@ -38,7 +39,7 @@ class Scheme(NamedTuple):
         return {f"{path}.{name}" for name in self.tensors | self.optional}
 
 
-def fitting_weight(scheme: Scheme, tensors: Tensors, what: str) -> StoredWeight:
+def fitting_weight(scheme: Scheme, tensors: Tensors, what: str) -> QuantizedWeight:
     """What these tensors store. ValueError, of `what` has them, where they do not fit each other."""
     try:
         return scheme.weight(tensors)
@@ -78,7 +79,7 @@ def fine_grained(config: Mapping[str, Any]) -> Scheme:
         raise Unsupported(f"weight_block_size is {block}, expected {[GROUP, GROUP]}")
     expect(config, fmt=("e4m3", None), activation_scheme=("dynamic", None), scale_fmt=("float", None))
 
-    def weight(tensors: Tensors) -> StoredWeight:
+    def weight(tensors: Tensors) -> QuantizedWeight:
         return of_blocks(tensors["weight"], tensors["weight_scale_inv"], "group")
 
     return Scheme(
@@ -117,7 +118,7 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
     if weights["strategy"] == "block" and list(weights.get("block_structure") or ()) != [GROUP, GROUP]:
         raise Unsupported(f"weights: block_structure is {weights.get('block_structure')}, expected {[GROUP, GROUP]}")
 
-    def weight(tensors: Tensors) -> StoredWeight:
+    def weight(tensors: Tensors) -> QuantizedWeight:
         numbers, scale = tensors["weight"], tensors["weight_scale"]
         if weights["strategy"] == "block":
             return of_blocks(numbers, scale, activations)
@@ -137,10 +138,10 @@ def packed(config: Mapping[str, Any], weights: Mapping[str, Any], inputs: object
     if inputs:
         raise Unsupported("input_activations are given, expected none beside weights of 4 bits")
 
-    def weight(tensors: Tensors) -> StoredWeight:
+    def weight(tensors: Tensors) -> QuantizedWeight:
         numbers = nibbles(tensors["weight_packed"])[:, : int(tensors["weight_shape"][1])]
         scales = tensors["weight_scale"].float()
-        return Int4Weight.of(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
+        return Int4Weight.pack(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
 
     needed = frozenset({"weight_packed", "weight_scale", "weight_shape"})
     return Scheme(needed, frozenset(), "weight_packed", weight, Int4Weight)
@@ -153,14 +154,14 @@ def gptq(config: Mapping[str, Any]) -> Scheme:
         raise Unsupported("dynamic is given, expected one number of bits for all products")
     less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
-    def weight(tensors: Tensors) -> StoredWeight:
+    def weight(tensors: Tensors) -> QuantizedWeight:
         numbers = nibbles(tensors["qweight"].t()).contiguous()
         zeros, scales = nibbles(tensors["qzeros"]) + less, tensors["scales"].float()
         columns = tensors.get("g_idx")
         size = numbers.shape[1] // len(scales)
         even = torch.arange(numbers.shape[1], device=numbers.device) // max(size, 1)
         ordered = columns is None or (numbers.shape[1] % len(scales) == 0 and torch.equal(columns.int(), even.int()))
-        return Int4Weight.of(numbers, zeros.t(), scales.t(), None if ordered else columns)
+        return Int4Weight.pack(numbers, zeros.t(), scales.t(), None if ordered else columns)
 
     return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"}), "qweight", weight, Int4Weight)
 
@@ -171,9 +172,9 @@ def awq(config: Mapping[str, Any]) -> Scheme:
     if str(config.get("version", config.get("format", "gemm"))).lower() != "gemm":
         raise Unsupported(f"version is {config.get('version', config.get('format'))!r}, expected 'gemm'")
 
-    def weight(tensors: Tensors) -> StoredWeight:
+    def weight(tensors: Tensors) -> QuantizedWeight:
         numbers, zeros = (in_order(nibbles(tensors[name])) for name in ("qweight", "qzeros"))
-        return Int4Weight.of(numbers.t().contiguous(), zeros.t(), tensors["scales"].t())
+        return Int4Weight.pack(numbers.t().contiguous(), zeros.t(), tensors["scales"].t())
 
     return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset(), "qweight", weight, Int4Weight)
 
@@ -182,7 +183,7 @@ def of_blocks(numbers: Tensor, scales: Tensor, activations: str) -> Fp8Weight:
     outs, ins = numbers.shape
     if list(scales.shape) != [-(-outs // GROUP), -(-ins // GROUP)]:
         raise ValueError(f"scales of shape {list(scales.shape)} for {outs} by {ins} numbers, expected one a block")
-    return Fp8Weight(expect_fp8(numbers), by_columns(scales.float().repeat_interleave(GROUP, 0)[:outs]), activations)
+    return Fp8Weight(expect_fp8(numbers), column_major(scales.float().repeat_interleave(GROUP, 0)[:outs]), activations)
 
 
 def expect_fp8(numbers: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import Mxfp4Config, QuantizationConfigMixin
 
-from ..layers.moe import QuantisedExperts
-from ..layers.quantized import Fp8Weight, QuantisedLinear, StoredWeight
+from ..layers.moe import QuantizedExperts
+from ..layers.quantized import Fp8Weight, QuantizedLinear, QuantizedWeight
 from .adapters import merge_adapter
 from .checkpoint import LANGUAGE_MODEL, expect_kind, load_tensors, local_folder, tensor_names
 from .formats import Scheme, Unsupported, fitting_weight, scheme_of
@@ -60,8 +60,8 @@ PLACEHOLDERS = tuple(f"{sense}_token_{end}" for end in ("index", "id") for sense
 
 # Where the classes of a model's modules are defined that our layers read the parameters of.
 KNOWN_MODULES = (
-    "transformers.models.", "transformers.activations", "torch.nn.modules.", f"{QuantisedLinear.__module__}.",
-    f"{QuantisedExperts.__module__}.",
+    "transformers.models.", "transformers.activations", "torch.nn.modules.", f"{QuantizedLinear.__module__}.",
+    f"{QuantizedExperts.__module__}.",
 )  # fmt: skip
 
 
@@ -343,7 +343,7 @@ class Replacement(HfQuantizer):
             except AttributeError:
                 continue  # which is found out when its tensors have no place
             if type(linear) is nn.Linear:
-                setattr(model.get_submodule(parent), leaf, QuantisedLinear(linear))
+                setattr(model.get_submodule(parent), leaf, QuantizedLinear(linear))
         # Not one by one reported as unknown. Transformers tries all patterns on each such name: there is one for all
         # experts of a layer.
         model._keys_to_ignore_on_load_unexpected = {
@@ -378,7 +378,7 @@ def fill(model: Any, folder: Path, scheme: Scheme, products: set[str], tensors: 
     loaded = load_tensors(folder, (tensors | of_products).__contains__)
     modules = dict(model.named_modules())
     written: dict[str, set[tuple[int, str]]] = {}
-    kept: dict[str, QuantisedExperts] = {}  # by the modules in whose places they stand
+    kept: dict[str, QuantizedExperts] = {}  # by the modules in whose places they stand
     filled: set[str] = set()
     # Early GPTQ wrote a bias of zeros for products that have none.
     biases = {name for name in of_products & loaded.keys() if not loaded[name].any()}
@@ -387,21 +387,21 @@ def fill(model: Any, folder: Path, scheme: Scheme, products: set[str], tensors: 
         of_path = {name: loaded.get(f"{path}.{name}") for name in scheme.tensors | scheme.optional}
         given = {name: tensor for name, tensor in of_path.items() if tensor is not None}
         linear, expert = modules.get(own[path]), expert_of(own[path], modules)
-        if not isinstance(linear, QuantisedLinear) and expert is None:
+        if not isinstance(linear, QuantizedLinear) and expert is None:
             raise ValueError(f"{what} has a quantised {path}, expected quantised projections and experts alone")
         if own[path] == head:
             raise ValueError(f"{what} has a quantised {path}, expected one of float32, float16 or bfloat16")
         if missing := sorted(scheme.tensors - given.keys()):
             raise ValueError(f"{what} lacks {path}.{missing[0]}, expected every tensor of the model and no other")
         weight = fitting_weight(scheme, given, f"{what} has a quantised {path}")
-        if isinstance(linear, QuantisedLinear):
+        if isinstance(linear, QuantizedLinear):
             expected = [linear.out_features, linear.in_features]
         else:
             assert expert is not None
             expected = list(expert.rows.shape)
         if list(weight.shape) != expected:
             raise ValueError(f"{what} has {path} of shape {list(weight.shape)}, expected {expected}")
-        if isinstance(linear, QuantisedLinear):
+        if isinstance(linear, QuantizedLinear):
             linear.store(weight)
             if linear.bias is None and f"{path}.bias" in biases:
                 filled |= {f"{path}.bias", own[f"{path}.bias"]}
@@ -447,7 +447,7 @@ def experts_in(module: Any) -> int:
     return int(getattr(module, "num_experts", len(module.down_proj)))
 
 
-def put(expert: Expert, weight: StoredWeight, kept: dict[str, QuantisedExperts] | None, what: str) -> None:
+def put(expert: Expert, weight: QuantizedWeight, kept: dict[str, QuantizedExperts] | None, what: str) -> None:
     """Stores what an expert has in 8 bits with that of the others of its module; where none is kept so, writes numbers
     of the module's parameter.
 
@@ -455,12 +455,12 @@ def put(expert: Expert, weight: StoredWeight, kept: dict[str, QuantisedExperts] 
         ValueError: activations are rounded in a way that experts cannot be given.
     """
     activations = weight.activations if isinstance(weight, Fp8Weight) else "none"
-    others = None if kept is None else kept.setdefault(expert.path, QuantisedExperts(experts_in(expert.module)))
+    others = None if kept is None else kept.setdefault(expert.path, QuantizedExperts(experts_in(expert.module)))
     known = ("none",) if others is None else ("none", "token", "group")
     if activations not in known or (others is not None and others.activations not in (None, activations)):
         raise ValueError(f"{what} whose activations are rounded ({activations}), expected those of all experts alike")
     if others is None:
-        expert.rows.copy_(weight.dequantised())
+        expert.rows.copy_(weight.dequantize())
     else:
         assert isinstance(weight, Fp8Weight)
         others.store(expert.number, expert.part, weight)

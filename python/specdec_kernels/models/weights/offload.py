@@ -9,20 +9,20 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..layers.moe import QuantisedExperts
-from ..layers.quantized import QuantisedLinear
+from ..layers.moe import QuantizedExperts
+from ..layers.quantized import QuantizedLinear
 from .update import Update
 
-HEAVY = ("numbers", "scales")  # of a quantised product
+HEAVY = ("qweight", "scales")  # of a quantised product
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
     """All that a checkpoint would replace: parameters, and numbers and scales of quantised products."""
     weights: dict[str, Tensor] = dict(module.named_parameters())
     for path, part in module.named_modules():
-        if isinstance(part, QuantisedLinear):
+        if isinstance(part, QuantizedLinear):
             weights |= {f"{path}.{name}": tensor for name in HEAVY if (tensor := part._buffers.get(name)) is not None}
-        if isinstance(part, QuantisedExperts):
+        if isinstance(part, QuantizedExperts):
             weights |= {f"{path}.{name}": buffer for name, buffer in part.named_buffers(recurse=False)}
     return weights
 
@@ -47,8 +47,8 @@ def fetch(weights: Mapping[str, Tensor], device: torch.device, *, dropped: bool)
 def forget_joined(module: nn.Module) -> None:
     """Quantised products that were joined become products of their own, until they are joined anew."""
     for part in module.modules():
-        if isinstance(part, QuantisedLinear):
-            part.whole = None
+        if isinstance(part, QuantizedLinear):
+            part.fused = None
 
 
 class Lacking:

@@ -23,8 +23,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from ..kv_pools import KvPools
-from ..layers.moe import QuantisedExperts
-from ..layers.quantized import Fp8Weight, QuantisedLinear, StoredWeight
+from ..layers.moe import QuantizedExperts
+from ..layers.quantized import Fp8Weight, QuantizedLinear, QuantizedWeight
 from .formats import Scheme, fitting_weight
 from .kv_scales import FP8, SCALE_NAME
 from .loading import PARTS, STORED_BY, expert_of, own_names, some
@@ -137,7 +137,7 @@ def updates_of(
     modules = dict(model.named_modules())
     for key, own in own_names(plain, model).items():
         module = modules.get(own.removesuffix(".weight"))
-        if own.endswith(".weight") and isinstance(module, QuantisedLinear):
+        if own.endswith(".weight") and isinstance(module, QuantizedLinear):
             raise ValueError(f"{name} has {key} alone, expected beside it what its numbers are multiplied by")
     expect_numbers(plain, name)
     places = model.state_dict()
@@ -183,34 +183,34 @@ def stored_updates(
         linear, expert = modules.get(own[path]), expert_of(own[path], modules)
         of_eight = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", own[path])
         experts = None if of_eight is None else modules.get(of_eight[1])
-        experts = experts if isinstance(experts, QuantisedExperts) else None
-        if not isinstance(linear, QuantisedLinear) and expert is None and experts is None:
+        experts = experts if isinstance(experts, QuantizedExperts) else None
+        if not isinstance(linear, QuantizedLinear) and expert is None and experts is None:
             raise ValueError(f"{name} has a quantised {path}, expected one where the checkpoint had one")
         if missing := sorted(scheme.tensors - given.keys()):
             raise ValueError(f"{name} lacks {path}.{missing[0]}, expected all tensors of a quantised product")
         weight = fitting_weight(scheme, given, f"{name} has a quantised {path}")
-        if isinstance(linear, QuantisedLinear):
+        if isinstance(linear, QuantizedLinear):
             updates += same_kind(linear.weight, weight, f"{name} has {path}")
             bias = rest.get(f"{path}.bias")
             if linear.bias is None and bias is not None and not bias.any():
                 del rest[f"{path}.bias"]  # early GPTQ wrote zeros
         elif experts is not None:
             assert of_eight is not None and isinstance(weight, Fp8Weight)
-            places = experts.places(int(of_eight[2]), PARTS.get(of_eight[3], ""))
+            places = experts.stored(int(of_eight[2]), PARTS.get(of_eight[3], ""))
             if places is None or [list(place.shape) for place in places] != [
-                list(weight.numbers.shape), list(weight.scales.t().shape)
+                list(weight.qweight.shape), list(weight.scales.t().shape)
             ]:  # fmt: skip
                 raise ValueError(f"{name} has {path} of shape {list(weight.shape)}, which has no place in the model")
-            updates += [Update(places[0], weight.numbers), Update(places[1], weight.scales.t())]
+            updates += [Update(places[0], weight.qweight), Update(places[1], weight.scales.t())]
         else:
             assert expert is not None
             if list(weight.shape) != list(expert.rows.shape):
                 raise ValueError(f"{name} has {path} of shape {list(weight.shape)}, expected {list(expert.rows.shape)}")
-            updates.append(Update(expert.rows, weight.dequantised()))
+            updates.append(Update(expert.rows, weight.dequantize()))
     return updates, rest
 
 
-def same_kind(old: Any, new: StoredWeight, what: str) -> list[Update]:
+def same_kind(old: Any, new: QuantizedWeight, what: str) -> list[Update]:
     """The numbers and scales of a stored weight for those of one that differs in nothing else; ValueError where it
     does."""
     if list(new.shape) != list(old.shape):
@@ -219,7 +219,7 @@ def same_kind(old: Any, new: StoredWeight, what: str) -> list[Update]:
     for field in fields(old):
         before: Any = getattr(old, field.name)
         after: Any = getattr(new, field.name, None)
-        if field.name in ("numbers", "scales") and after is not None and before.shape == after.shape:
+        if field.name in ("qweight", "scales") and after is not None and before.shape == after.shape:
             updates.append(Update(before, after))
         elif isinstance(before, Tensor) and isinstance(after, Tensor):
             if not torch.equal(before.cpu(), after.cpu()):

@@ -1,0 +1,34 @@
+"""The outputs of a row's experts before they are summed, so that a norm can sum them in its own launch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...ops import moe_combine
+
+
+class ExpertOutputs(NamedTuple):
+    """What the top-k experts of each row return, and their routing weights."""
+
+    outputs: Tensor  # [T * top_k, H], those of a row next to each other
+    weights: Tensor  # [T, top_k] float32
+
+    def combine(self) -> Tensor:
+        """Return the weighted sums [T, H], accumulated in float32."""
+        out: Tensor
+        if self.outputs.is_cuda:
+            out = moe_combine(self.outputs, self.weights)
+        else:
+            rows, top_k = self.weights.shape
+            out = (self.outputs.view(rows, top_k, -1) * self.weights[..., None]).sum(1).to(self.outputs.dtype)
+        return out
+
+
+def select_rows(indices: Tensor, x: Tensor | ExpertOutputs) -> Any:
+    """Return a copy of some rows of x, of the same kind."""
+    if isinstance(x, ExpertOutputs):
+        outputs = x.outputs.view(*x.weights.shape, -1)[indices]
+        return ExpertOutputs(outputs.flatten(0, 1), x.weights[indices])
+    return x[indices]

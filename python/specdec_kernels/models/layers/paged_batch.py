@@ -1,0 +1,143 @@
+"""The rows of a forward pass: where their KV is written, and which KV each of them sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ops import rope_qkv_write_kv, tree_attention, write_kv
+from ..kv_pools import LayerKv
+from .norm import RMSNorm
+
+
+class PagedBatch(NamedTuple):
+    """Which KV rows a forward pass writes and sees; letters are those of `tree_attention`.
+
+    Row j of request b is written at KV row `prefix_lens[slot] + row_offset + j` if j < num_valid[b]. It sees the
+    prefix and, among the `tail_len` rows after it, those that its mask names (no mask: a causal chain).
+
+    Requests have Q rows each, and positions are [B, Q]. With `cu_seqlens_q` rows are packed instead: positions and
+    mask are [M] and [M, W], and a request's tail is its own rows.
+    """
+
+    slots: Tensor  # [B] int32
+    page_table: Tensor  # [num_slots, max_pages] int32, for layers whose window has no table of its own
+    prefix_lens: Tensor  # [num_slots] int32
+    tail_len: int | None = None  # None: packed rows
+    row_offset: int = 0
+    mask: Tensor | None = None  # [B, Q, W] or [M, W] int64
+    num_valid: Tensor | None = None  # [B] int32
+    cu_seqlens_q: Tensor | None = None  # [B + 1] int32: offsets of the requests' packed rows
+    status: Tensor | None = None  # [num_slots] int32
+    fixed_split: int | None = None
+    max_kv_len: int | None = None  # bounds prefix + tail of every request; None: the page table's capacity
+    window_tables: Mapping[int, Tensor] = MappingProxyType({})  # [num_slots, max_pages] by the layers' window
+
+    def table_of(self, kv: LayerKv) -> Tensor:
+        """Return the page table of a layer."""
+        return self.page_table if kv.window is None else self.window_tables[kv.window]
+
+    def write(self, k: Tensor, v: Tensor, kv: LayerKv) -> None:
+        """Write keys and values [B, Q, kv_heads, head_dim] or [M, kv_heads, head_dim] to a layer's pools."""
+        write_kv(k, v, **self._write_arguments(kv))
+
+    def rope_and_write(
+        self,
+        qkv: Tensor,
+        rotations: Tensor,
+        positions: Tensor,
+        kv: LayerKv,
+        *,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> Tensor:
+        """Normalize and rotate queries and keys, write keys and values to a layer's pools, and return the queries.
+
+        Args:
+            qkv: [B, Q, heads + 2 * kv_heads, head_dim] or [M, ...].
+            rotations: [num_positions, head_dim] float32, indexed by positions [B, Q] or [M].
+
+        Returns:
+            [B, Q, heads, head_dim] or [M, heads, head_dim].
+        """
+        queries: Tensor = rope_qkv_write_kv(
+            qkv,
+            rotations,
+            positions,
+            **self._write_arguments(kv),
+            q_norm=None if q_norm is None else q_norm.weight,
+            k_norm=None if k_norm is None else k_norm.weight,
+            eps=1e-6 if q_norm is None else q_norm.eps,
+        )
+        return queries
+
+    def _write_arguments(self, kv: LayerKv) -> dict[str, Any]:
+        """Return the arguments that all ops which write KV share."""
+        return {
+            "k_pool": kv.k,
+            "v_pool": kv.v,
+            "page_table": self.table_of(kv),
+            "prefix_lens": self.prefix_lens,
+            "row_offset": self.row_offset,
+            "slots": self.slots,
+            "num_valid": self.num_valid,
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "k_scale": kv.scales.k,
+            "v_scale": kv.scales.v,
+            "status": self.status,
+        }
+
+    def attend(
+        self,
+        q: Tensor,
+        kv: LayerKv,
+        *,
+        scale: float | None,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return the attention output of queries over a layer's KV, of q's shape.
+
+        Args:
+            q: [B, Q, heads, head_dim] or [M, heads, head_dim].
+            sinks: [heads] float32, one more score for each head, which adds to the softmax's sum and to nothing else.
+        """
+        lse = None if sinks is None else q.new_empty(q.shape[:-1], dtype=torch.float32)
+        out: Tensor = tree_attention(
+            q,
+            kv.k,
+            kv.v,
+            self.table_of(kv),
+            self.prefix_lens,
+            slots=self.slots,
+            q_lens=self.num_valid,
+            cu_seqlens_q=self.cu_seqlens_q,
+            tail_len=self.tail_len,
+            mask=self.mask,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            k_scale=kv.scales.k,
+            v_scale=kv.scales.v,
+            fixed_split=self.fixed_split,
+            max_kv_len=self.max_kv_len,
+            lse=lse,
+            status=self.status,
+        )
+        if lse is not None and sinks is not None:
+            # exp(lse) becomes exp(lse) + exp(sink).
+            out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
+        return out
+
+
+class LastRows(NamedTuple):
+    """The rows of a pass whose hidden states are wanted, each as a request of one row."""
+
+    indices: Tensor  # [R] int32, among the pass's T rows
+    positions: Tensor  # [R, 1] int32
+    batch: PagedBatch
