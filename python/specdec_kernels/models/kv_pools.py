@@ -141,7 +141,7 @@ class KvPools:
         status: Tensor,
         window_tables: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
-        """`move_kv` in all layers: brings the rows of an accepted path together. The tables are those of `PagedBatch`."""
+        """Compact the KV of accepted paths in all layers, by `move_kv`; the tables are those of `PagedBatch`."""
         for group in self.groups:
             table = page_table if group.window is None else window_tables[group.window]
             move_kv(group.k, group.v, table, path, num_valid, prefix_lens, slots=slots, status=status)
