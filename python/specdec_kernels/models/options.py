@@ -24,8 +24,8 @@ class ModelOptions:
             the state that enters the final norm.
         adapter: folder of a LoRA to merge into the weights of a path or hub id.
         name: of the model in error messages.
-        window_pages: sliding windows whose layers have a page table of their own (`Rows.window_tables`), and the number
-            of pages of each.
+        window_pages: sliding windows whose layers have a page table of their own (`PagedBatch.window_tables`), and the
+            number of pages of each.
     """
 
     max_len: int
