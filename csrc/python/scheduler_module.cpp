@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "python/casters.h"
+#include "python/fields.h"
 #include "python/gil.h"
 #include "python/module.h"
 #include "scheduler/round_graphs.h"
@@ -27,6 +28,21 @@ using scheduler::Constrained;
 using scheduler::Entries;
 using scheduler::RoundGraphs;
 using scheduler::Tokens;
+
+// An AdmittedRequest that owns its values.
+struct PyAdmittedRequest {
+  int64_t id = 0;
+  py::list tokens = py::list();
+  int32_t ngram_group = 0;
+  py::object extra = py::none();
+  py::list cached_entries = py::list();
+};
+
+py::list list_of(Tokens tokens) {
+  py::list list(tokens.size());
+  for (size_t i = 0; i < tokens.size(); ++i) list[i] = tokens[i];
+  return list;
+}
 
 class PyExecutor : public scheduler::Executor {
  public:
@@ -48,8 +64,11 @@ class PyExecutor : public scheduler::Executor {
     const WithGil gil;
     const py::object extra = request.extra ? py::reinterpret_borrow<py::object>(static_cast<PyObject*>(request.extra))
                                            : py::object(py::none());
-    object_.attr("begin")(slot, py::make_tuple(request.id, argument(request.tokens), request.ngram_group, extra,
-                                               argument(request.cached_entries)));
+    object_.attr("begin")(slot, PyAdmittedRequest{.id = request.id,
+                                                  .tokens = list_of(request.tokens),
+                                                  .ngram_group = request.ngram_group,
+                                                  .extra = extra,
+                                                  .cached_entries = list_of(request.cached_entries)});
   }
   void prefill(std::span<const Chunk> chunks) override {
     const WithGil gil;
@@ -129,6 +148,14 @@ template <>
 struct pybind11::detail::type_caster<specdec::python::PyScheduler> : initialised_caster<specdec::python::PyScheduler> {
 };
 template <>
+struct pybind11::detail::type_caster<specdec::scheduler::Config> : initialised_caster<specdec::scheduler::Config> {};
+template <>
+struct pybind11::detail::type_caster<specdec::scheduler::Submission>
+    : initialised_caster<specdec::scheduler::Submission> {};
+template <>
+struct pybind11::detail::type_caster<specdec::python::PyAdmittedRequest>
+    : initialised_caster<specdec::python::PyAdmittedRequest> {};
+template <>
 struct pybind11::detail::type_caster<specdec::scheduler::RoundCosts>
     : initialised_caster<specdec::scheduler::RoundCosts> {};
 
@@ -201,18 +228,18 @@ TensorView named_tensor(const char* op, const char* name, const py::object& obje
   throw TypeError(std::string(op) + ": " + name + " " + error.what());
 }
 
-// Returns the tokens of a list of ints or of an int32 tensor on the CPU.
-std::vector<int64_t> token_list(const char* op, const char* name, const py::object& tokens) {
+// Returns the tokens of a field of a Submission: a list of ints or an int32 tensor on the CPU.
+std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
   if (py::isinstance<py::list>(tokens) || py::isinstance<py::tuple>(tokens)) {
     try {
       return tokens.cast<std::vector<int64_t>>();
     } catch (const py::cast_error&) {
-      throw TypeError(std::string(op) + ": " + name + " holds other things, expected ints");
+      throw TypeError(std::string("Submission: ") + name + " holds other things, expected ints");
     }
   }
   PyTensor tensor;
-  const TensorView view = named_tensor(op, name, tokens, tensor);
-  Check check(op);
+  const TensorView view = named_tensor("Submission", name, tokens, tensor);
+  Check check("Submission");
   Dim length{"length"};
   check.tensor(name, view, {length}, kInt32);
   check.require_cpu();
@@ -229,70 +256,11 @@ std::shared_ptr<void> held(py::object object) {
           }};
 }
 
-scheduler::Submission submission(const char* op, const py::object& prompt, int64_t max_new_tokens,
-                                 const py::object& stop_tokens, float temperature, int32_t top_k, float top_p,
-                                 float min_p, int64_t seed, int64_t min_new_tokens, int64_t num_logprobs,
-                                 int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra,
-                                 bool constrained, bool migrated, int64_t priority, int64_t timeout_ns) {
-  return {.prompt = token_list(op, "prompt", prompt),
-          .max_new_tokens = max_new_tokens,
-          .stop_tokens = token_list(op, "stop_tokens", stop_tokens),
-          .sampling = {temperature, top_k, top_p, min_p, seed},
-          .streams = streams,
-          .min_new_tokens = min_new_tokens,
-          .num_logprobs = num_logprobs,
-          .ngram_group = ngram_group,
-          .max_nodes = max_nodes,
-          .extra = held(extra),
-          .constrained = constrained,
-          .migrated = migrated,
-          .priority = priority,
-          .timeout_ns = timeout_ns};
-}
-
-// All arguments of `submit`, in their order.
-using SubmitArguments = std::tuple<py::object, int64_t, py::object, float, int32_t, float, float, int64_t, int64_t,
-                                   int64_t, int64_t, int64_t, bool, py::object, bool, bool, int64_t, int64_t>;
-
-std::vector<int64_t> submit_many(PyScheduler& scheduler, const py::sequence& requests) {
-  std::vector<scheduler::Submission> submissions;
-  submissions.reserve(requests.size());
-  for (const py::handle request : requests) {
-    const std::string op = "submit_many: requests[" + std::to_string(submissions.size()) + "]";
-    py::detail::make_caster<SubmitArguments> caster;
-    if (!caster.load(request, true)) throw TypeError(op + " is of other things, expected the arguments of submit");
-    submissions.push_back(std::apply([&](const auto&... each) { return submission(op.c_str(), each...); },
-                                     py::detail::cast_op<SubmitArguments>(std::move(caster))));
-  }
-  return scheduler.submit_many(submissions);
-}
-
-std::unique_ptr<PyScheduler> make_scheduler(
-    py::object executor, int64_t num_slots, int64_t num_pages, int64_t page_size, int64_t window, int64_t max_len,
-    int64_t reserve, int64_t accept_width, int64_t max_stops, int64_t max_logprobs, int64_t prefill_chunk,
-    int64_t prefill_requests, int64_t rounds_in_flight, bool draft_can_idle, bool prefix_cache,
-    std::vector<int64_t> batch_sizes, std::vector<std::vector<int64_t>> rows, std::vector<std::vector<int64_t>> drafted,
-    bool plain_rounds, int64_t max_idle_rounds, const py::object& commands, const py::object& results,
-    std::optional<intptr_t> stream, const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs, bool trace) {
-  const scheduler::Config config{.num_slots = num_slots,
-                                 .num_pages = num_pages,
-                                 .page_size = page_size,
-                                 .window = window,
-                                 .max_len = max_len,
-                                 .reserve = reserve,
-                                 .accept_width = accept_width,
-                                 .max_stops = max_stops,
-                                 .max_logprobs = max_logprobs,
-                                 .prefill_chunk = prefill_chunk,
-                                 .prefill_requests = prefill_requests,
-                                 .rounds_in_flight = rounds_in_flight,
-                                 .draft_can_idle = draft_can_idle,
-                                 .prefix_cache = prefix_cache,
-                                 .batch_sizes = std::move(batch_sizes),
-                                 .rows = std::move(rows),
-                                 .drafted = std::move(drafted),
-                                 .plain_rounds = plain_rounds,
-                                 .max_idle_rounds = max_idle_rounds};
+std::unique_ptr<PyScheduler> make_scheduler(py::object executor, const scheduler::Config& config,
+                                            const py::object& commands, const py::object& results,
+                                            std::optional<intptr_t> stream,
+                                            const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs,
+                                            bool trace) {
   scheduler::check_config(config);
   Check check("Scheduler");
   const auto ring = [&](const char* name, const py::object& object, int64_t min_depth, int64_t min_width) {
@@ -305,10 +273,11 @@ std::unique_ptr<PyScheduler> make_scheduler(
     check.range((std::string(name) + ".shape[1]").c_str(), width, min_width, std::numeric_limits<int32_t>::max());
     return scheduler::RingMemory{view.data<int32_t>(), depth, width};
   };
-  const round::CommandLayout command_layout{config.max_batch(), num_slots, max_stops};
+  const round::CommandLayout command_layout{config.max_batch(), config.num_slots, config.max_stops};
   const auto command_ring = ring("commands", commands, 2, command_layout.words());
-  const round::ResultLayout result_layout{accept_width, config.num_levels(), max_logprobs};
-  const auto result_ring = ring("results", results, rounds_in_flight + 1, result_layout.words(config.max_batch()));
+  const round::ResultLayout result_layout{config.accept_width, config.num_levels(), config.max_logprobs};
+  const auto result_ring =
+      ring("results", results, config.rounds_in_flight + 1, result_layout.words(config.max_batch()));
 
   check.that(stream || graphs.empty(), "stream", "is None", "the stream that graphs are launched on");
   std::unique_ptr<RoundGraphs> round_graphs;
@@ -409,29 +378,54 @@ void add_scheduler(py::module_& m) {
       "int32 words of a record of results; max_logprobs -1: without scores");
   m.attr("CATCH_UP") = scheduler::kCatchUp;
   m.attr("FIRST_ROUND") = scheduler::kFirstRound;
+  using scheduler::Config;
+  py::class_<Config> config(m, "SchedulerConfig", "the sizes that a scheduler works with");
+  def_fields(config, required("num_slots", &Config::num_slots), required("num_pages", &Config::num_pages),
+             required("page_size", &Config::page_size), optional("window", &Config::window),
+             required("max_len", &Config::max_len), required("reserve", &Config::reserve),
+             required("accept_width", &Config::accept_width), required("max_stops", &Config::max_stops),
+             optional("max_logprobs", &Config::max_logprobs), required("prefill_chunk", &Config::prefill_chunk),
+             required("prefill_requests", &Config::prefill_requests),
+             required("rounds_in_flight", &Config::rounds_in_flight),
+             optional("draft_can_idle", &Config::draft_can_idle), optional("prefix_cache", &Config::prefix_cache),
+             required("batch_sizes", &Config::batch_sizes), required("rows", &Config::rows),
+             optional("drafted", &Config::drafted), optional("plain_rounds", &Config::plain_rounds),
+             optional("max_idle_rounds", &Config::max_idle_rounds));
+  config.def_property_readonly("num_levels", &Config::num_levels)
+      .def_property_readonly("max_batch", &Config::max_batch);
+  using scheduler::Sampling, scheduler::Submission;
+  py::class_<Submission> submission(m, "Submission", "the parameters of a request");
+  def_fields(
+      submission,
+      required_object("prompt",
+                      [](Submission& s, const py::object& tokens) { s.prompt = token_list("prompt", tokens); }),
+      required("max_new_tokens", &Submission::max_new_tokens),
+      optional_object(
+          "stop_tokens", py::tuple(),
+          [](Submission& s, const py::object& tokens) { s.stop_tokens = token_list("stop_tokens", tokens); }),
+      optional("temperature", &Submission::sampling, &Sampling::temperature),
+      optional("top_k", &Submission::sampling, &Sampling::top_k),
+      optional("top_p", &Submission::sampling, &Sampling::top_p),
+      optional("min_p", &Submission::sampling, &Sampling::min_p),
+      optional("seed", &Submission::sampling, &Sampling::seed), optional("streams", &Submission::streams),
+      optional("min_new_tokens", &Submission::min_new_tokens), optional("num_logprobs", &Submission::num_logprobs),
+      optional("ngram_group", &Submission::ngram_group), optional("max_nodes", &Submission::max_nodes),
+      optional_object("extra", py::none(), [](Submission& s, const py::object& extra) { s.extra = held(extra); }),
+      optional("constrained", &Submission::constrained), optional("migrated", &Submission::migrated),
+      optional("priority", &Submission::priority), optional("timeout_ns", &Submission::timeout_ns));
+  py::class_<PyAdmittedRequest> admitted(m, "AdmittedRequest", "a request that gets a slot");
+  def_fields(admitted, required("id", &PyAdmittedRequest::id), required("tokens", &PyAdmittedRequest::tokens),
+             optional("ngram_group", &PyAdmittedRequest::ngram_group), optional("extra", &PyAdmittedRequest::extra),
+             optional("cached_entries", &PyAdmittedRequest::cached_entries));
   using Release = py::call_guard<WithoutGil>;
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
-      .def(py::init(&make_scheduler), "executor"_a, py::kw_only(), "num_slots"_a, "num_pages"_a, "page_size"_a,
-           "window"_a = 0, "max_len"_a, "reserve"_a, "accept_width"_a, "max_stops"_a, "max_logprobs"_a = -1,
-           "prefill_chunk"_a, "prefill_requests"_a, "rounds_in_flight"_a, "draft_can_idle"_a = false,
-           "prefix_cache"_a = false, "batch_sizes"_a, "rows"_a, "drafted"_a = std::vector<std::vector<int64_t>>(),
-           "plain_rounds"_a = false, "max_idle_rounds"_a = 0, "commands"_a, "results"_a, "stream"_a = py::none(),
-           "graphs"_a = py::dict(), "trace"_a = false)
+      .def(py::init(&make_scheduler), "executor"_a, "config"_a, py::kw_only(), "commands"_a, "results"_a,
+           "stream"_a = py::none(), "graphs"_a = py::dict(), "trace"_a = false)
+      .def("submit", &PyScheduler::submit, "submission"_a)
       .def(
-          "submit",
-          [](PyScheduler& s, const py::object& prompt, int64_t max_new_tokens, const py::object& stop_tokens,
-             float temperature, int32_t top_k, float top_p, float min_p, int64_t seed, int64_t min_new_tokens,
-             int64_t num_logprobs, int64_t ngram_group, int64_t max_nodes, bool streams, const py::object& extra,
-             bool constrained, bool migrated, int64_t priority, int64_t timeout_ns) {
-            return s.submit(submission("submit", prompt, max_new_tokens, stop_tokens, temperature, top_k, top_p, min_p,
-                                       seed, min_new_tokens, num_logprobs, ngram_group, max_nodes, streams, extra,
-                                       constrained, migrated, priority, timeout_ns));
-          },
-          "prompt"_a, "max_new_tokens"_a, "stop_tokens"_a = py::tuple(), py::kw_only(), "temperature"_a = 0.0f,
-          "top_k"_a = 0, "top_p"_a = 1.0f, "min_p"_a = 0.0f, "seed"_a = 0, "min_new_tokens"_a = 0,
-          "num_logprobs"_a = -1, "ngram_group"_a = 0, "max_nodes"_a = 0, "streams"_a = true, "extra"_a = py::none(),
-          "constrained"_a = false, "migrated"_a = false, "priority"_a = 0, "timeout_ns"_a = 0)
-      .def("submit_many", &submit_many, "requests"_a)
+          "submit_many",
+          [](PyScheduler& s, const std::vector<Submission>& submissions) { return s.submit_many(submissions); },
+          "submissions"_a)
       .def("cancel", &PyScheduler::cancel)
       .def("measure_rounds", &PyScheduler::measure_rounds, "batches"_a, Release())
       .def("set_costs", &PyScheduler::set_costs, "costs"_a)

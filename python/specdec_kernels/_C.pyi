@@ -680,15 +680,42 @@ class NgramIndex:
     def device_words(self) -> int: ...
 
 # --- scheduler
-# A request that gets a slot: its id, its prompt with what it produced before a retraction, its n-gram group, what it
-# brings along for the executor, and the entries of the page table that hold its first pages, whose rows are written.
-Admitted: TypeAlias = tuple[int, list[int], int, Any, list[int]]
+class AdmittedRequest:
+    """A request that gets a slot.
+
+    Attributes:
+        id: as `submit` returned it.
+        tokens: its prompt and, after a retraction, the tokens it produced since.
+        ngram_group: requests of a group share their texts as n-gram drafts; 0: all do.
+        extra: as submitted.
+        cached_entries: entries of the page table with its first pages, whose rows the prefix cache has.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: int,
+        tokens: list[int],
+        ngram_group: int = 0,
+        extra: Any = None,
+        cached_entries: list[int] = [],
+    ) -> None: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def ngram_group(self) -> int: ...
+    @property
+    def extra(self) -> Any: ...
+    @property
+    def cached_entries(self) -> list[int]: ...
 
 class _Executor(Protocol):
-    """What the scheduler drives: csrc/scheduler/executor.h says when each call comes, scheduler.h what a raise does."""
+    """The device side, which the scheduler drives; see csrc/scheduler/executor.h, and scheduler.h for exceptions."""
 
-    def begin(self, slot: int, request: Admitted) -> None: ...
-    # Slot, first row, and the tokens of rows and the one behind them, each; of the last token of a text, itself again.
+    def begin(self, slot: int, request: AdmittedRequest) -> None: ...
+    # For each chunk: slot, first row, and the tokens of its rows and the one after them (the root is repeated).
     def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None: ...
     def activate(self, slots: list[int]) -> None: ...
     def launch(self, batch: int, num_nodes: int, max_kv_len: int) -> None: ...
@@ -701,9 +728,9 @@ class _Executor(Protocol):
     def assign_pages(self, sources: list[int], destinations: list[int]) -> None: ...
     def progress(self) -> tuple[int, int]: ...
 
-# Request id, new tokens, finish reason, rounds, drafted, accepted, cached, status; where they were asked for, the
-# tokens' log-probabilities, the ids of the best alternatives to each, and theirs; and what an executor call threw that
-# ended the request.
+# Request id, new tokens, finish reason, rounds, drafted, accepted, cached, status; if wanted, the tokens'
+# log-probabilities, the ids of the best alternatives to each, and theirs; the exception of an executor call that ended
+# the request.
 RequestUpdate: TypeAlias = tuple[
     int,
     list[int],
@@ -717,28 +744,132 @@ RequestUpdate: TypeAlias = tuple[
     BaseException | None,
 ]
 
-Submission: TypeAlias = tuple[
-    Sequence[int] | Tensor,
-    int,
-    Sequence[int] | Tensor,
-    float,
-    int,
-    float,
-    float,
-    int,
-    int,
-    int,
-    int,
-    int,
-    bool,
-    Any,
-    bool,
-    bool,
-    int,
-    int,
-]
+class Submission:
+    """The parameters of a request; csrc/scheduler/scheduler.h says what each is."""
 
-# What a launch has in place of a number of nodes: drafts catch up, or those begin that have been prefilled.
+    def __init__(
+        self,
+        *,
+        prompt: Sequence[int] | Tensor,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int] | Tensor = (),
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        streams: bool = True,
+        min_new_tokens: int = 0,
+        num_logprobs: int = -1,
+        ngram_group: int = 0,
+        max_nodes: int = 0,
+        extra: object = None,
+        constrained: bool = False,
+        migrated: bool = False,
+        priority: int = 0,
+        timeout_ns: int = 0,
+    ) -> None: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def streams(self) -> bool: ...
+    @property
+    def min_new_tokens(self) -> int: ...
+    @property
+    def num_logprobs(self) -> int: ...
+    @property
+    def ngram_group(self) -> int: ...
+    @property
+    def max_nodes(self) -> int: ...
+    @property
+    def constrained(self) -> bool: ...
+    @property
+    def migrated(self) -> bool: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def timeout_ns(self) -> int: ...
+
+class SchedulerConfig:
+    """The sizes that a scheduler works with; csrc/scheduler/config.h says what each is."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        window: int = 0,
+        max_len: int,
+        reserve: int,
+        accept_width: int,
+        max_stops: int,
+        max_logprobs: int = -1,
+        prefill_chunk: int,
+        prefill_requests: int,
+        rounds_in_flight: int,
+        draft_can_idle: bool = False,
+        prefix_cache: bool = False,
+        batch_sizes: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        drafted: Sequence[Sequence[int]] = (),
+        plain_rounds: bool = False,
+        max_idle_rounds: int = 0,
+    ) -> None: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def reserve(self) -> int: ...
+    @property
+    def accept_width(self) -> int: ...
+    @property
+    def max_stops(self) -> int: ...
+    @property
+    def max_logprobs(self) -> int: ...
+    @property
+    def prefill_chunk(self) -> int: ...
+    @property
+    def prefill_requests(self) -> int: ...
+    @property
+    def rounds_in_flight(self) -> int: ...
+    @property
+    def draft_can_idle(self) -> bool: ...
+    @property
+    def prefix_cache(self) -> bool: ...
+    @property
+    def batch_sizes(self) -> list[int]: ...
+    @property
+    def rows(self) -> list[list[int]]: ...
+    @property
+    def drafted(self) -> list[list[int]]: ...
+    @property
+    def plain_rounds(self) -> bool: ...
+    @property
+    def max_idle_rounds(self) -> int: ...
+    @property
+    def num_levels(self) -> int: ...
+    @property
+    def max_batch(self) -> int: ...
+
+# Values of a launch's number of nodes: the draft catches up, or it is the first round of prefilled slots.
 CATCH_UP: int
 FIRST_ROUND: int
 
@@ -746,13 +877,13 @@ def command_words(max_batch: int, num_slots: int, max_stops: int) -> int: ...
 def result_words(max_batch: int, accept_width: int, num_levels: int, max_logprobs: int) -> int: ...
 
 class RoundCosts:
-    """What a round costs on the machine that runs it.
+    """The cost of each budget level on the machine that runs the rounds.
 
     Attributes:
-        batches: rising batch sizes of rounds (of a round with fewer requests, the next one counts).
-        rows: rows[i], rising: how many rows a round of batches[i] may have in all, a tree node each.
+        batches: increasing batch sizes (a round with fewer requests runs at the next size).
+        rows: rows[i], increasing: the budget levels of batches[i], in rows (tree nodes) of a round.
         us: us[i][j] microseconds of a round of batches[i] with rows[i][j].
-        catch_up: microseconds in which the draft of batches[i] catches up; empty: it never rests.
+        catch_up: microseconds for which the draft of batches[i] catches up; empty: it is never idle.
     """
 
     def __init__(
@@ -808,10 +939,10 @@ class Budget:
     def expected_tokens(self, size_index: int, level: int, num_requests: float) -> float: ...
 
 class PrefixCache:
-    """The scheduler's radix tree of cached pages; csrc/scheduler/prefix_cache.h says how.
+    """The scheduler's radix tree of cached pages; see csrc/scheduler/prefix_cache.h.
 
-    What `find` and `insert` return is locked: the prefix, a number for `unlock`, and the places of its pages. `clear`
-    ends all locks.
+    `find` and `insert` return a locked prefix: a number for `unlock`, and the places of its pages. `clear` ends all
+    locks.
     """
 
     def __init__(self, num_places: int, page_size: int) -> None: ...
@@ -828,96 +959,52 @@ class PrefixCache:
 class Scheduler:
     """Continuous batching in C++.
 
-    `commands` and `results` are the host's ends of the rings that `apply_commands` and `publish_results` work on:
-    contiguous int32, pinned where the device is a GPU. `rows` are, of each batch size, the nodes that its rounds may
-    verify in all, of which the last counts until `measure_rounds` or `set_costs`, and `drafted`, of each of these, the
-    nodes that a request has scores of at most (none: not more than it verifies). `graphs` are captured rounds by
-    batch, number of nodes and KV rows that no slot exceeds, of which the least that are enough run (three zeros:
-    `apply_commands` and `free_pages` alone; no nodes: a draft that catches up), as raw cudaGraph_t, launched on
-    `stream`; others are `executor.launch` calls. With `plain_rounds` those whose requests all want no drafts have a
-    node for each. With `max_idle_rounds` the draft idles in rounds of one node each, for at most this many rounds of a
-    request.
+    `commands` and `results` are the host's side of the rings that `apply_commands` and `publish_results` work on:
+    contiguous int32, pinned if the device is a GPU. `graphs` are captured rounds by batch, number of nodes and KV
+    bucket (the smallest sufficient one runs; three zeros: `apply_commands` and `free_pages` alone; no nodes: a draft
+    that catches up), as raw cudaGraph_t, launched on `stream`; other rounds are `executor.launch` calls.
     """
 
     def __init__(
         self,
         executor: _Executor,
+        config: SchedulerConfig,
         *,
-        num_slots: int,
-        num_pages: int,
-        page_size: int,
-        window: int = 0,
-        max_len: int,
-        reserve: int,
-        accept_width: int,
-        max_stops: int,
-        max_logprobs: int = -1,
-        prefill_chunk: int,
-        prefill_requests: int,
-        rounds_in_flight: int,
-        draft_can_idle: bool = False,
-        prefix_cache: bool = False,
-        batch_sizes: Sequence[int],
-        rows: Sequence[Sequence[int]],
-        drafted: Sequence[Sequence[int]] = (),
-        plain_rounds: bool = False,
-        max_idle_rounds: int = 0,
         commands: Tensor,
         results: Tensor,
         stream: int | None = None,
         graphs: Mapping[tuple[int, int, int], Sequence[int]] = {},
         trace: bool = False,
     ) -> None: ...
-    def submit(
-        self,
-        prompt: Sequence[int] | Tensor,
-        max_new_tokens: int,
-        stop_tokens: Sequence[int] | Tensor = (),
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        min_new_tokens: int = 0,
-        num_logprobs: int = -1,
-        ngram_group: int = 0,
-        max_nodes: int = 0,
-        streams: bool = True,
-        extra: object = None,
-        constrained: bool = False,
-        migrated: bool = False,
-        priority: int = 0,
-        timeout_ns: int = 0,
-    ) -> int: ...
-    def submit_many(self, requests: Sequence[Submission]) -> list[int]:
-        """Submits all, or none where one is refused: the arguments of `submit`, every one, in their order."""
+    def submit(self, submission: Submission) -> int: ...
+    def submit_many(self, submissions: Sequence[Submission]) -> list[int]:
+        """Submit all, or none if one is refused."""
     def cancel(self, request_id: int) -> bool: ...
     def measure_rounds(self, batches: Sequence[int]) -> None: ...
     def set_costs(self, costs: RoundCosts) -> None: ...
     def run(self) -> None:
-        """The loop: turns, and waits where there is nothing to do, until `stop`. May be called again after a raise."""
+        """Make turns, and wait while there is no work, until `stop`. May be called again after an exception."""
     def step(self) -> bool:
-        """One turn of the loop, for who drives it by hand."""
+        """Make one turn of the loop, for callers that drive it by hand."""
     def settle(self) -> None:
-        """Waits until rounds in flight in which nobody takes part any more have been read, unless somebody is there."""
+        """Wait until rounds in flight without requests have been read. Does not wait while there are requests."""
     def clear_cache(self) -> None:
-        """Empties the prefix cache before requests submitted later begin; not from inside an executor call."""
+        """Empty the prefix cache before requests submitted later begin; not from inside an executor call."""
     def stop(self) -> None:
-        """Cancels all requests, admits no more, and lets `run` return when they have ended."""
+        """Cancel all requests, admit no more, and let `run` return when they have ended."""
     def pause(self, restart: bool = False, request_id: int = -1) -> None:
-        """Waits until `run` stands between two turns with nothing in flight, where it stays until `resume`.
+        """Wait until `run` is between two turns with nothing in flight, where it stays until `resume`.
 
         With a request, not before that one runs or has ended. With `restart` requests that held slots are back in the
         queue then, and the prefix cache is empty.
         """
     def resume(self) -> None: ...
     def held(self, request_id: int) -> tuple[int, list[int]] | None:
-        """The slot of a request that runs, and its text, whose last token is the root; between `pause` and `resume`."""
+        """Return the slot of a running request, and its text, whose last token is the root; while paused."""
     def set_graphs(self, graphs: Mapping[tuple[int, int, int], Sequence[int]]) -> None:
-        """Other captured rounds in place of those that there are, and rings as new; between `pause` and `resume`."""
+        """Replace the captured rounds, and reset the counts of the rings; while paused."""
     def take(self, wait: bool = True) -> list[RequestUpdate] | None:
-        """What requests have gained since the last call: with `wait` something, or None once the loop has ended."""
+        """Return the updates since the last call. With `wait`: at least one, or None once the loop has ended."""
     def write_trace(self, path: str) -> None: ...
     @property
     def num_running(self) -> int: ...
@@ -931,7 +1018,7 @@ class Scheduler:
     def num_cached_pages(self) -> int: ...
     @property
     def num_shared_pages(self) -> int:
-        """Of the cached ones, those that requests hold on to."""
+        """Return how many of the cached pages requests use."""
     @property
     def num_prefix_hits(self) -> int: ...
     @property

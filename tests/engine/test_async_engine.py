@@ -196,7 +196,7 @@ def test_errors_are_those_of_their_request(monkeypatch: pytest.MonkeyPatch) -> N
 
         def fail(slot: int, request: Any) -> None:
             begin(slot, request)
-            if request[1] == prompts()[3]:
+            if request.tokens == prompts()[3]:
                 raise MemoryError("no room")
 
         monkeypatch.setattr(engine._executor, "begin", fail)

@@ -169,7 +169,7 @@ def test_what_follows_the_last_layer_is_that_of_a_forward_pass(implementation: s
         )
         with torch.inference_mode():
             for slot, text in enumerate(texts):
-                engine._executor.begin(slot, (slot, text, 0, None, []))
+                engine._executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
             engine._executor.prefill([(slot, 0, [*text, text[-1]]) for slot, text in enumerate(texts)])
             for slot, text in enumerate(texts):
                 want = reference_model()(torch.tensor([text]), output_hidden_states=True)
@@ -274,7 +274,7 @@ def test_who_stalls_in_it_begins_without_drafts(name: str, device: torch.device)
         if not stalls:
             tokens = begin(engine, 0, text)
         else:
-            executor.begin(0, (0, text, 0, None, []))
+            executor.begin(0, _C.AdmittedRequest(id=0, tokens=text))
             executor.prefill([(0, 0, [*text, text[-1]])])
             state.seq_lens[0], state.root_tokens[0], state.remaining[0] = len(text) - 1, text[-1], 100
             executor.activate([0])

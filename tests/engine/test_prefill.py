@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specdec_kernels import _C
 from specdec_kernels.engine import Engine
 from specdec_kernels.engine.device.prefill import Chunk, Shape, pack
 from specdec_kernels.engine.device.prefill_graphs import PIECE, Passes, captured_shapes
@@ -20,7 +21,7 @@ def chunks_of(engine: Engine) -> list[Chunk]:
     """Of three slots, of which the first is behind another prefix; all have pages."""
     chunks = []
     for slot, (start, text) in enumerate(zip((7, 0, 0), (prompts()[5], prompts()[1], prompts()[2]), strict=True)):
-        engine._executor.begin(slot, (slot, text, 0, None, []))
+        engine._executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
         chunks.append((slot, start, text[start:]))
     engine._executor.passes.launch(*packed(engine, [(0, 0, prompts()[5][:8])], Shape(1, 7, 1)))
     return chunks

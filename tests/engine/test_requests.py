@@ -388,7 +388,7 @@ def test_an_exception_ends_the_requests_of_its_call(monkeypatch: pytest.MonkeyPa
 
         def fail(slot: int, request: Any) -> None:
             begin(slot, request)
-            if len(request[1]) == 60:
+            if len(request.tokens) == 60:
                 raise MemoryError("no room")
 
         monkeypatch.setattr(engine._executor, "begin", fail)

@@ -47,10 +47,12 @@ class Device:
         self.us = self.tokens = 0.0
         self.catch_up, self.now = (lambda _batch: 0.0), 0.0  # us
         self.lengths, self.wrong_each = [0] * batch, 0  # 0: by chance
-        sizes = {"num_slots": batch, "num_pages": 10**6, "page_size": 16, "max_len": 10**6, "reserve": WIDTH + 1}
-        self.scheduler = _C.Scheduler(
-            self,
-            **sizes,
+        sizes = _C.SchedulerConfig(
+            num_slots=batch,
+            num_pages=10**6,
+            page_size=16,
+            max_len=10**6,
+            reserve=WIDTH + 1,
             accept_width=WIDTH,
             max_stops=0,
             prefill_chunk=batch,
@@ -59,11 +61,10 @@ class Device:
             batch_sizes=[*range(1, batch + 1)],
             rows=[[size * nodes for nodes in NODES] for size in range(1, batch + 1)],
             max_idle_rounds=max_idle_rounds,
-            commands=self.commands,
-            results=self.results,
         )
+        self.scheduler = _C.Scheduler(self, sizes, commands=self.commands, results=self.results)
         for _ in range(batch):
-            self.scheduler.submit([1], 10**5, streams=False)
+            self.scheduler.submit(_C.Submission(prompt=[1], max_new_tokens=10**5, streams=False))
 
     def launch(self, batch: int, num_rows: int, _max_kv_len: int) -> None:
         record = self.commands[self.num_applied % DEPTH]

@@ -196,7 +196,7 @@ def test_the_lowest_priority_is_retracted() -> None:
     later, late = device.submit([4], 1), device.submit([5], 1)
     starts: list[int] = []
     begin = device.begin
-    device.begin = lambda slot, request: (starts.append(request[0]), begin(slot, request))[1]  # type: ignore[method-assign]
+    device.begin = lambda slot, request: (starts.append(request.id), begin(slot, request))[1]  # type: ignore[method-assign]
     device.run()
     assert device.retracted and set(device.retracted) == {low}
     assert device.first_starts == [high, low, late, later] and starts.index(low) < starts.index(later)
@@ -230,7 +230,7 @@ def test_a_request_that_cannot_begin_in_time_never_does() -> None:
 def test_a_request_ends_with_its_time(rounds_in_flight: int) -> None:
     """Wherever it is: with a slot, or retracted, or behind others. What came until then it has; nobody else is touched."""
     sizes = Sizes(num_slots=2, num_pages=300, max_len=1000, accept_width=1, rounds_in_flight=rounds_in_flight)
-    device = Device(Sizes(**vars(sizes) | {"batch_sizes": (1, 2), "rows": ()}))
+    device = Device(Sizes(**{**sizes.fields, "batch_sizes": (1, 2), "rows": [[4], [8]]}))
     device.timeouts = [0, 20_000_000, 20_000_000]
     for _ in range(3):
         device.submit([1, 2], 900)
@@ -429,7 +429,7 @@ def test_stop() -> None:
     assert {s.reason for s in device.sent.values()} == {CANCELLED}
     device.check_all_done()
     with pytest.raises(RuntimeError, match=r"^submit: the scheduler has been stopped, expected one that runs$"):
-        device.scheduler.submit([1], 1)
+        device.scheduler.submit(submission([1], 1))
     device.scheduler.run()  # which returns at once, for good
     with pytest.raises(RuntimeError, match=r"^pause: the scheduler has been stopped, expected one that runs$"):
         device.scheduler.pause()
@@ -487,7 +487,7 @@ def test_a_device_that_is_gone(fault: str) -> None:
 def test_int32_tensors_are_prompts_too() -> None:
     device = Device(Sizes())
     arguments: Any = np.array([4, 5], np.int32), 2, np.array([], np.int32)
-    request_id = device.scheduler.submit(*arguments, **device.sampling(0))
+    request_id = device.scheduler.submit(submission(*arguments, **device.sampling(0)))
     others = [submission(*arguments, **device.sampling(i), ngram_group=i) for i in (1, 2)]
     for number in (request_id, *device.scheduler.submit_many(others)):
         device.sent[number] = Sent([4, 5], 2, [])
@@ -514,7 +514,7 @@ def test_submit_and_cancel_from_threads() -> None:
 
     original = device.begin
 
-    def begin(slot: int, request: tuple[int, list[int], int, object]) -> None:
+    def begin(slot: int, request: _C.AdmittedRequest) -> None:
         with lock:
             original(slot, request)
 
@@ -651,37 +651,52 @@ def test_an_engine_and_its_scheduler_are_collected() -> None:
         (([1], 1, [3, 4, 5]), "submit: stop_tokens has 3 entries, expected at most 2"),
         (([1], 1, [], {"priority": 2**31}), "submit: priority is 2147483648, expected -2147483648 to 2147483647"),
         (([1], 1, [], {"ngram_group": -1}), "submit: ngram_group is -1, expected 0 to 2147483647"),
-        ((np.zeros((2, 2), np.int32), 1), "submit: prompt has shape [2, 2], expected [length]"),
-        ((np.zeros(2, np.int64), 1), "submit: prompt is int64, expected int32"),
     ],
 )
-def test_submit_messages(arguments: Any, message: str) -> None:
+def test_submit_refuses_values_by_name(arguments: Any, message: str) -> None:
     device = Device(Sizes())
     *arguments, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
-    with pytest.raises(ValueError) as error:
-        device.scheduler.submit(*arguments, **options)
-    assert str(error.value) == message
     good, bad = submission([1], 1), submission(*arguments, **options)
-    with pytest.raises(ValueError) as error:  # none of them is submitted, and the first that is refused is named
+    with pytest.raises(ValueError) as error:
+        device.scheduler.submit(bad)
+    assert str(error.value) == message
+    with pytest.raises(ValueError) as error:  # submits none of them, and names the first that is refused
         device.scheduler.submit_many([good, bad, good, bad])
     assert str(error.value) == message.replace("submit: ", "submit_many: requests[1]: ")
     assert device.scheduler.num_waiting == 0 and device.submit_any() == 0
 
 
-def test_submit_wants_ints() -> None:
+@pytest.mark.parametrize(
+    ("fields", "kind", "message"),
+    [
+        ({"prompt": ["a"]}, TypeError, "Submission: prompt holds other things, expected ints"),
+        ({"stop_tokens": ["a"]}, TypeError, "Submission: stop_tokens holds other things, expected ints"),
+        ({"prompt": "text"}, TypeError, "Submission: prompt is a str, expected a tensor"),
+        ({"prompt": np.zeros((2, 2), np.int32)}, ValueError, "Submission: prompt has shape [2, 2], expected [length]"),
+        ({"prompt": np.zeros(2, np.int64)}, ValueError, "Submission: prompt is int64, expected int32"),
+        ({"max_new_tokens": "1"}, TypeError, "__init__(): incompatible constructor arguments"),
+        ({"max_new_tokens": 2**63}, TypeError, "__init__(): incompatible constructor arguments"),
+        ({"temprature": 1.0}, TypeError, "__init__(): incompatible constructor arguments"),
+    ],
+)
+def test_submission_refuses_wrong_types(fields: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as error:
+        _C.Submission(**{"prompt": [1], "max_new_tokens": 1} | fields)
+    assert str(error.value).startswith(message)
+
+
+def test_submit_many_takes_submissions_alone() -> None:
     device = Device(Sizes())
-    with pytest.raises(TypeError, match=r"^submit: prompt holds other things, expected ints$"):
-        device.scheduler.submit(["a"], 1)
-    with pytest.raises(TypeError, match=r"^submit: prompt is a str, expected a tensor"):
-        device.scheduler.submit("text", 1)
-    good = submission([1], 1)
-    for bad in (good[:-1], (*good, 1), submission([1], "1"), submission([1], 2**63), 1, "twelve chars"):
-        with pytest.raises(TypeError) as error:
-            device.scheduler.submit_many([good, bad])
-        assert str(error.value) == "submit_many: requests[1] is of other things, expected the arguments of submit"
-    with pytest.raises(TypeError, match=r"^submit_many: requests\[0\]: stop_tokens holds other things, expected ints$"):
-        device.scheduler.submit_many([submission([1], 1, ["a"])])
+    for bad in (1, "twelve chars", ([1], 1), None):
+        with pytest.raises(TypeError):
+            device.scheduler.submit_many([submission([1], 1), bad])
     assert device.scheduler.num_waiting == 0
+
+
+def test_submission_has_fields_and_defaults_of_its_struct() -> None:
+    made = submission([1], 7, top_p=0.5, migrated=True)
+    assert (made.max_new_tokens, made.top_p, made.migrated) == (7, 0.5, True)
+    assert (made.temperature, made.num_logprobs, made.streams, made.timeout_ns) == (0.0, -1, True, 0)
 
 
 @pytest.mark.parametrize(
@@ -724,13 +739,15 @@ def test_submit_wants_ints() -> None:
 )  # fmt: skip
 def test_constructor_messages(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        _C.Scheduler(None, **{**vars(Sizes()), **rings(Sizes()), **change})
+        given = rings(Sizes()) | {name: change[name] for name in ("commands", "results", "graphs") if name in change}
+        sizes = {name: value for name, value in change.items() if name not in given}
+        _C.Scheduler(None, _C.SchedulerConfig(**Sizes().fields | sizes), **given)
     assert str(error.value) == message
 
 
 def test_the_largest_budgets() -> None:
     device, most = Device(Sizes()), 2**63 - 1
-    request = device.scheduler.submit([1, 2], most, (), **device.sampling(0), min_new_tokens=most)
+    request = device.scheduler.submit(submission([1, 2], most, **device.sampling(0), min_new_tokens=most))
     device.sent[request] = Sent([1, 2], most, [], min_new_tokens=most)
     while device.step():
         pass
@@ -796,7 +813,7 @@ def test_times_and_trace(tmp_path: Path) -> None:
     rounds, rows, host, wait, prefill, *_ = device.scheduler.times
     assert rounds == rows == device.num_published - 1 > 0 and min(host, prefill) > 0 and wait == 0
     device.scheduler.write_trace(str(tmp_path / "none.json"))  # it was not to be kept
-    traced = _C.Scheduler(None, **vars(Sizes()), **rings(Sizes()), trace=True)
+    traced = _C.Scheduler(None, Sizes().config, **rings(Sizes()), trace=True)
     traced.step()
     traced.write_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

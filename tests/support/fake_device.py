@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,34 +16,25 @@ STALLED, BAD_TREE, BAD_LENGTH = 1, 2, 8
 CATCH_UP, FIRST_ROUND = _C.CATCH_UP, _C.FIRST_ROUND
 
 
-@dataclass(frozen=True)
+SIZES: dict[str, Any] = {
+    **{"num_slots": 3, "num_pages": 64, "page_size": 4, "max_len": 24, "reserve": 6, "accept_width": 4, "max_stops": 2},
+    **{"prefill_chunk": 5, "prefill_requests": 3, "max_logprobs": 2, "rounds_in_flight": 1, "batch_sizes": (1, 2, 3)},
+}
+
+
 class Sizes:
-    num_slots: int = 3
-    num_pages: int = 64
-    page_size: int = 4
-    max_len: int = 24
-    reserve: int = 6
-    accept_width: int = 4
-    prefill_chunk: int = 5
-    prefill_requests: int = 3
-    max_stops: int = 2
-    max_logprobs: int = 2
-    rounds_in_flight: int = 1
-    draft_can_idle: bool = False
-    prefix_cache: bool = False
-    batch_sizes: tuple[int, ...] = (1, 2, 3)
-    window: int = 0
-    rows: tuple[tuple[int, ...], ...] = ()  # of each batch size; none: 4 for each request
-    plain_rounds: bool = False
-    max_idle_rounds: int = 0
+    """A scheduler's sizes, small unless given. Without `rows` a round has 4 for each request."""
 
-    def __post_init__(self) -> None:
-        if not self.rows:
-            object.__setattr__(self, "rows", tuple((4 * batch,) for batch in self.batch_sizes))
+    def __init__(self, **fields: Any) -> None:
+        self.fields = SIZES | fields
+        self.fields.setdefault("rows", [[4 * batch] for batch in self.fields["batch_sizes"]])
+        self.config = _C.SchedulerConfig(**self.fields)
 
-    @property
-    def max_batch(self) -> int:
-        return self.batch_sizes[-1]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.config, name)
+
+    def __repr__(self) -> str:
+        return f"Sizes({self.fields})"
 
     def pages(self, rows: int, started: bool = False) -> int:
         whole = -(-(min(rows, self.max_len) + self.reserve) // self.page_size)
@@ -52,11 +44,6 @@ class Sizes:
     @property
     def max_pages(self) -> int:
         return -(-(self.max_len + self.reserve) // self.page_size)
-
-    @property
-    def num_levels(self) -> int:
-        most = max(map(len, self.rows))
-        return most if most > 1 else 0
 
     @property
     def row_words(self) -> int:
@@ -93,7 +80,7 @@ class Sizes:
             prefix_cache=not window and rng.random() < 0.6,
         )
         smallest = sizes.pages(max_len)
-        return Sizes(**{**vars(sizes), "num_pages": rng.choice([smallest, smallest + 1, 2 * smallest, 9 * smallest])})
+        return Sizes(**{**sizes.fields, "num_pages": rng.choice([smallest, smallest + 1, 2 * smallest, 9 * smallest])})
 
 
 def token(request_id: int, position: int) -> int:
@@ -239,16 +226,8 @@ def rings(sizes: Sizes, depth: int = DEPTH) -> dict[str, Any]:
     return {"commands": np.full((depth, commands), -1, np.int32), "results": np.zeros((depth, results), np.int32)}
 
 
-DEFAULTS = {
-    **{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0},
-    **{"min_new_tokens": 0, "num_logprobs": -1, "ngram_group": 0, "max_nodes": 0, "streams": True, "extra": None},
-    **{"constrained": False, "migrated": False, "priority": 0, "timeout_ns": 0},
-}
-
-
-def submission(prompt: Any, max_new_tokens: Any, stop_tokens: Any = (), **options: Any) -> Any:
-    """What `submit_many` takes for each request."""
-    return (prompt, max_new_tokens, stop_tokens, *(DEFAULTS | options).values())
+def submission(prompt: Any, max_new_tokens: Any, stop_tokens: Sequence[Any] = (), **options: Any) -> _C.Submission:
+    return _C.Submission(prompt=prompt, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, **options)
 
 
 class Device:
@@ -259,7 +238,7 @@ class Device:
         made = rings(sizes)
         self.commands, self.results = made["commands"], made["results"]
         self.num_applied = self.num_published = 0
-        self.scheduler = _C.Scheduler(self, **vars(sizes), **made)
+        self.scheduler = _C.Scheduler(self, sizes.config, **made)
         self.num_catch_ups = 0
         if sizes.max_idle_rounds:  # rounds take any time, and so any level may be the best one
             costs = [[float(n) for n in each] for each in sizes.rows], [self.rng.uniform(0.1, 50) for _ in sizes.rows]
@@ -304,15 +283,8 @@ class Device:
             (request_id,) = self.submit_many([(prompt, max_new_tokens, stop_tokens)])
             return request_id
         wants = self.wants(number, max_new_tokens)
-        request_id = self.scheduler.submit(
-            prompt,
-            max_new_tokens,
-            stop_tokens,
-            **self.sampling(number),
-            streams=self.streams,
-            ngram_group=number % 5,
-            **wants,
-        )
+        options = self.sampling(number) | wants | {"streams": self.streams, "ngram_group": number % 5}
+        request_id = self.scheduler.submit(submission(prompt, max_new_tokens, stop_tokens, **options))
         self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens, **wants)
         return request_id
 
@@ -476,11 +448,11 @@ class Device:
 
     # --- the executor
 
-    def begin(self, slot: int, request: tuple[int, list[int], int, object, list[int]]) -> None:
-        request_id, text, group, extra, cached = request
+    def begin(self, slot: int, request: _C.AdmittedRequest) -> None:
+        request_id, text, cached = request.id, request.tokens, request.cached_entries
         sent = self.sent[request_id]
-        assert extra is sent.extra
-        assert group == request_id % 5
+        assert request.extra is sent.extra
+        assert request.ngram_group == request_id % 5
         assert slot not in self.slots and 0 <= slot < self.sizes.num_slots
         assert text == sent.prompt + sent.produced, "a retracted request returns with what it produced"
         if self.visible:

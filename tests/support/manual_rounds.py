@@ -46,7 +46,7 @@ def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget:
     """What the scheduler does for a request that gets a slot, its first round included, whose token is returned."""
     executor, state, rows = engine._executor, engine.state, len(text)
     give_back(engine, slot)
-    executor.begin(slot, (slot, text, 0, None, []))
+    executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
     for start in range(0, rows, chunk):
         count = min(chunk, rows - start)
         executor.prefill([(slot, start, [*text, text[-1]][start : start + count + 1])])

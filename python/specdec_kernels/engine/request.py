@@ -10,6 +10,7 @@ from itertools import pairwise
 from threading import Condition
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import _C
 from ..status import FinishReason, Status
 from .outputs import GenerationError, NewTokens, RequestOutput, TokenLogprob
 from .params import SamplingParams
@@ -17,7 +18,6 @@ from .text.stop_strings import StopStrings
 from .transfer.migration import Arrival, logprobs_of
 
 if TYPE_CHECKING:
-    from .._C import Submission
     from .engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -98,29 +98,30 @@ class BaseRequest:
         if output.tokens:
             self._ends.append(len(output.tokens))
 
-    def submission(self, stream: bool) -> Submission:
+    def submission(self, stream: bool) -> _C.Submission:
+        """Return what the scheduler needs to know about the request."""
         params, produced = self.params, self.output.tokens
         edit = params.edits(len(self.output.prompt_tokens), self._new_matcher)
         extra = edit, self.prediction, self._arrival
-        return (
-            [*self.output.prompt_tokens, *produced],
-            params.max_new_tokens - len(produced),
-            self.stop_tokens,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.seed or 0,
-            max(params.min_new_tokens - len(produced), 0),
-            self._num_logprobs,
-            params.ngram_group,
-            params.max_nodes,
-            stream or self._stop is not None,
-            extra if any(extra) else None,
-            self._new_matcher is not None,
-            self._arrival is not None,
-            params.priority,
-            params.timeout_ns,
+        return _C.Submission(
+            prompt=[*self.output.prompt_tokens, *produced],
+            max_new_tokens=params.max_new_tokens - len(produced),
+            stop_tokens=self.stop_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed or 0,
+            streams=stream or self._stop is not None,
+            min_new_tokens=max(params.min_new_tokens - len(produced), 0),
+            num_logprobs=self._num_logprobs,
+            ngram_group=params.ngram_group,
+            max_nodes=params.max_nodes,
+            extra=extra if any(extra) else None,
+            constrained=self._new_matcher is not None,
+            migrated=self._arrival is not None,
+            priority=params.priority,
+            timeout_ns=params.timeout_ns,
         )
 
     def done(self) -> bool:

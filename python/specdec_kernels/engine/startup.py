@@ -211,9 +211,9 @@ def capture_all(
 def make_scheduler(
     executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, graphs: Graphs | None, trace: bool
 ) -> _C.Scheduler:
+    """Make the scheduler, with its sizes by name, and check them."""
     round, rings = executor.round, executor.round.rings
-    return _C.Scheduler(
-        executor,
+    sizes = _C.SchedulerConfig(
         num_slots=config.num_slots,
         num_pages=config.num_pages,
         page_size=config.page_size,
@@ -233,6 +233,10 @@ def make_scheduler(
         drafted=[round.level_limits[batch] for batch in config.batch_sizes],
         plain_rounds=config.plain_rounds,
         max_idle_rounds=config.max_idle_rounds,
+    )
+    return _C.Scheduler(
+        executor,
+        sizes,
         commands=rings.commands,
         results=rings.results,
         stream=stream.cuda_stream if stream else None,

@@ -17,7 +17,7 @@ from .round import Round
 from .state import to_device
 
 if TYPE_CHECKING:
-    from ..._C import Admitted
+    from ..._C import AdmittedRequest
 
 
 MOST_ASSIGNED = 512  # entries of one call of `assign_pages`
@@ -43,9 +43,9 @@ class Executor:
         self._slots = torch.arange(len(self.state.seq_lens), dtype=torch.int32, device=device)
 
     @torch.inference_mode()
-    def begin(self, slot: int, admitted: Admitted) -> None:
-        number, tokens, group, extra, cached = admitted
-        edit, prediction, arrival = extra or (None, (), None)
+    def begin(self, slot: int, request: AdmittedRequest) -> None:
+        tokens, cached = request.tokens, request.cached_entries
+        edit, prediction, arrival = request.extra or (None, (), None)
         state, slots = self.state, self._slots[slot : slot + 1]
         if cached:
             first = slot * state.pool.page_table.shape[1]
@@ -64,7 +64,7 @@ class Executor:
         if kept is not None:
             self._arrived[slot] = kept
             rows = len(tokens) - 1
-        self.draft.begin(slot, DraftRequest(number, tokens, group, prediction, rows))
+        self.draft.begin(slot, DraftRequest(request.id, tokens, request.ngram_group, prediction, rows))
 
     def _edit(self, slot: int, edit: LogitEdit | None, tokens: list[int]) -> None:
         masks = self.round.masks
