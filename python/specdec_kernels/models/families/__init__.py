@@ -1,8 +1,8 @@
-"""One small file for each family of models: how the modules that transformers loads become the parts of a decoder."""
+"""One file for each family of models, named as in transformers: how a loaded module becomes the layers of a decoder."""
 
 from .afmoe import Afmoe
 from .apertus import Apertus
-from .arcee import Arcee, Jais2, Nemotron
+from .arcee import Arcee
 from .base import (
     Decoder,
     Family,
@@ -18,42 +18,66 @@ from .base import (
     register,
     window_of,
 )
-from .cohere import Cohere, Cohere2
+from .codegen import CodeGen
+from .cohere import Cohere
+from .cohere2 import Cohere2
+from .cwm import Cwm
 from .dots1 import Dots1
+from .ernie4_5 import Ernie45
 from .ernie4_5_moe import Ernie45Moe
-from .exaone4 import Exaone4, ExaoneMoe
+from .exaone4 import Exaone4
+from .exaone_moe import ExaoneMoe
 from .falcon import Falcon
 from .flex_olmo import FlexOlmo
 from .gemma import Gemma
-from .gemma2 import Gemma2, VaultGemma
+from .gemma2 import Gemma2
 from .gemma3 import Gemma3
-from .glm import Glm, Glm4
-from .glm4_moe import Glm4Moe, SolarOpen
+from .glm import Glm
+from .glm4 import Glm4
+from .glm4_moe import Glm4Moe
+from .gpt_neo import GptNeo
 from .gpt_neox import GptNeoX
 from .gpt_oss import GptOss
-from .gptj import CodeGen, GptJ, GptNeo
-from .granite import Granite, HyperClovaX
-from .granite_moe import GraniteMoe, GraniteMoeShared
-from .helium import Ernie45, Helium, InternLM3, IQuestCoder, SeedOss
-from .hunyuan import HunYuanDense, HunYuanMoE
+from .gptj import GptJ
+from .granite import Granite
+from .granitemoe import GraniteMoe
+from .granitemoeshared import GraniteMoeShared
+from .helium import Helium
+from .hunyuan_v1_dense import HunYuanDense
+from .hunyuan_v1_moe import HunYuanMoE
+from .hy_v3 import HyV3
+from .hyperclovax import HyperClovaX
+from .internlm3 import InternLM3
+from .iquestcoder import IQuestCoder
+from .jais2 import Jais2
 from .llama import Llama
-from .minimax_m2 import HyV3, MiniMaxM2
-from .ministral import Cwm, Ministral, Ministral3
+from .mellum import Mellum
+from .minimax_m2 import MiniMaxM2
+from .ministral import Ministral
+from .ministral3 import Ministral3
 from .mistral import Mistral
 from .mixtral import Mixtral
+from .nemotron import Nemotron
 from .olmo import Olmo
 from .olmo2 import Olmo2
 from .olmo3 import Olmo3
 from .olmoe import Olmoe
-from .phi import Phi, StableLm
+from .phi import Phi
 from .phi3 import Phi3
 from .qwen2 import Qwen2
+from .qwen2_5_vl import Qwen25Vl
 from .qwen2_moe import Qwen2Moe
+from .qwen2_vl import Qwen2Vl
 from .qwen3 import Qwen3
-from .qwen3_moe import Mellum, Qwen3Moe
-from .qwen_vl import Qwen2Vl, Qwen3Vl, Qwen3VlMoe, Qwen25Vl
+from .qwen3_moe import Qwen3Moe
+from .qwen3_vl import Qwen3Vl
+from .qwen3_vl_moe import Qwen3VlMoe
+from .seed_oss import SeedOss
 from .smollm3 import SmolLM3
+from .solar_open import SolarOpen
+from .stablelm import StableLm
 from .starcoder2 import Starcoder2
+from .vaultgemma import VaultGemma
 
 __all__ = [
     "Afmoe",

@@ -1,5 +1,7 @@
-"""AFMoE (Arcee Trinity): Qwen3 with gates of what heads attend to, norms behind its parts too, a sliding window in most
-layers, of which the others do not rotate, and experts behind the first layers."""
+"""AFMoE (Arcee Trinity): Qwen3 with gated attention, norms after its parts too, and experts after the first layers.
+
+Most layers have a sliding window; the others do not rotate.
+"""
 
 from __future__ import annotations
 

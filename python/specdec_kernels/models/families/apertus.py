@@ -1,4 +1,4 @@
-"""Apertus: Llama with norms of query and key heads, and a feed-forward part without a gate, of xIELU."""
+"""Apertus: Llama with norms of query and key heads, and an MLP without a gate, of xIELU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family is, and which there are."""
+"""The base class of families, their registry, and what a config says of heads, lengths and windows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..layers.rope import constant_len
 
 
 def largest(config: Any, name: str) -> int | None:
-    """What the config calls by this name, or where it differs between layers the largest of them."""
+    """Return a value of the config; where it differs between layers, the largest."""
     if getattr(config, "is_heterogeneous", False):
         each = [getattr(config.per_layer_config[layer], name, None) for layer in range(config.num_hidden_layers)]
         return max((value for value in each if value is not None), default=None)
@@ -28,7 +28,7 @@ def head_dim_of(config: Any) -> int:
 
 
 def pool_dim_of(config: Any) -> int:
-    """Numbers of a head in KV pools: the next that our kernels have, or where there is none the head's own."""
+    """Return the head dimension of KV pools: the next that our kernels have; the head's own if there is none."""
     return pool_dim(head_dim_of(config))
 
 
@@ -39,26 +39,26 @@ def kv_heads_of(config: Any) -> int:
 
 
 def kv_numbers(config: Any, num_layers: int) -> int:
-    """Numbers that a KV row takes, keys and values of so many layers together."""
+    """Return the elements of a KV row: keys and values of `num_layers` layers."""
     return 2 * num_layers * kv_heads_of(config) * pool_dim_of(config)
 
 
 def position_limit(config: Any) -> int | None:
-    """Tokens of a text that a model of this config allows; None: its config sets no limit."""
+    """Return the longest sequence that the config allows; None: it sets no limit."""
     names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
     limits = (getattr(config, name, None) for name in names)
     return next((limit for limit in limits if limit and limit > 0), None)
 
 
 def check_length(config: Any, max_len: int, name: str) -> None:
-    """ValueError for texts that are longer than the model's."""
+    """Raise ValueError if `max_len` is longer than the model allows."""
     limit = position_limit(config)
     if limit is not None and max_len > limit:
         raise ValueError(f"{name}: max_position_embeddings is {limit}, expected at least max_len={max_len}")
 
 
 def window_of(config: Any, index: int) -> int | None:
-    """How many rows of its path a row sees in layer `index`, itself among them; None: all."""
+    """Return the sliding window of layer `index`, in rows including the row itself; None: all rows."""
     types = getattr(config, "layer_types", None) or []
     if index < len(types) and types[index] == "sliding_attention":
         window: int | None = config.sliding_window
@@ -76,31 +76,34 @@ class Decoder(NamedTuple):
 
 
 class Family:
-    """How a model of one `model_type` becomes parts.
+    """Builds the layers of one `model_type` from a module of transformers.
 
-    A family of one's own is a subclass, of this or of one that is nearly it, under another name:
+    To add a family, register a subclass of this one or of a similar family:
 
         @register
         class Mine(Llama):
             model_type = "mine"
 
     Args:
-        config: of the model, by transformers.
+        config: the model's, from transformers.
     """
 
     model_type: ClassVar[str]
-    packages: ClassVar[tuple[str, ...]] = ()  # beside transformers: where classes of modules are that the family reads
+    packages: ClassVar[tuple[str, ...]] = ()  # next to transformers: packages whose modules the family reads
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     def check(self, name: str = "model") -> None:
-        """ValueError for what the parts cannot express of a model that errors call `name`. No weight is loaded yet."""
+        """Raise ValueError for a config that the layers cannot express; errors call the model `name`.
+
+        No weight is loaded yet.
+        """
         if (head_dim := head_dim_of(self.config)) > HEAD_DIMS[-1]:
             raise ValueError(f"{name}: head_dim is {head_dim}, expected at most {HEAD_DIMS[-1]}")
 
     def check_len(self, max_len: int, name: str = "model") -> None:
-        """ValueError for sequences that are longer than those of the model."""
+        """Raise ValueError if sequences of `max_len` tokens are too long for the model."""
         check_length(self.config, max_len, name)
         limit = constant_len(self.config)
         if limit is not None and max_len > limit:
@@ -110,11 +113,11 @@ class Family:
             )
 
     def window(self, index: int) -> int | None:
-        """How many rows of its path a row sees in layer `index`, itself among them; None: all."""
+        """Return the sliding window of layer `index`, in rows including the row itself; None: all rows."""
         return None
 
     def decoder(self, model: Any, max_len: int, device: torch.device) -> Decoder:
-        """The parts of a module whose weights are on the device, for sequences of up to `max_len` tokens."""
+        """Return the parts of a module whose weights are on the device, for sequences of up to `max_len` tokens."""
         raise NotImplementedError
 
 
@@ -123,18 +126,18 @@ F = TypeVar("F", bound=type[Family])
 
 
 def register(family: F) -> F:
-    """Makes the family known, under its `model_type`; one that has this name already is replaced."""
+    """Register a family under its `model_type`, in place of any other with that name."""
     _FAMILIES[family.model_type] = family
     return family
 
 
 def known_families() -> tuple[str, ...]:
-    """The model types that have a family."""
+    """Return the model types that have a family."""
     return tuple(sorted(_FAMILIES))
 
 
 def family_of(config: Any, name: str = "model") -> Family:
-    """The family of the config of a model that errors call `name`.
+    """Return the family of a config; errors call its model `name`.
 
     Raises:
         ValueError: there is none.

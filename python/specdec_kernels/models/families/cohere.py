@@ -1,7 +1,4 @@
-"""Cohere (Command R): attention and feed-forward part side by side, layer norms without bias, neighbours that rotate.
-
-Cohere 2 (Command R7B, Command A) has sliding windows in most layers; the others do not rotate.
-"""
+"""Cohere (Command R): parallel layers, LayerNorms without bias, and rotation of neighboring elements."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from ..layers.embedding import LMHead
 from ..layers.head_layout import HeadLayout
 from ..layers.linear import Projection
 from ..layers.norm import LayerNorm
-from .base import register, window_of
+from .base import register
 from .llama import Llama
 
 
@@ -44,14 +41,3 @@ class Cohere(Llama):
 
     def head(self, linear: Any) -> LMHead:
         return super().head(linear)._replace(scale=self.config.logit_scale)
-
-
-@register
-class Cohere2(Cohere):
-    model_type = "cohere2"
-
-    def window(self, index: int) -> int | None:
-        return window_of(self.config, index)
-
-    def rotation(self, index: int) -> str | None:
-        return None if self.window(index) is None else ""

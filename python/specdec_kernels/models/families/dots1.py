@@ -1,4 +1,4 @@
-"""dots.llm1: Qwen3 with DeepSeek-V3's experts behind the first layers."""
+"""dots.llm1: Qwen3 with DeepSeek-V3's experts after the first layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts in most layers, and beside them one that all rows take, if any."""
+"""ERNIE 4.5 with experts in most layers, and a shared expert in some models."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ...ops import Routing
 from ..layers.mlp import FeedForward
 from ..layers.moe import MoE, Router, routing_of
 from .base import register
-from .helium import Ernie45
+from .ernie4_5 import Ernie45
 from .llama import gated_mlp
 from .qwen3_moe import experts_of
 
 
 @dataclass(frozen=True)
 class CorrectedSoftmaxRouter(Router):
-    """Experts by their probabilities and a correction, which shares leave out again."""
+    """Top-k of a softmax plus a correction bias; routing weights are the probabilities without the bias."""
 
     weight: Tensor  # [experts, H], multiplied in float32
     e_score_correction_bias: Tensor  # [experts]
     top_k: int
-    least_sum: float  # of the probabilities of those taken, by which they are divided
+    least_sum: float  # lower bound of the sum that normalizes the routing weights
 
     def __call__(self, x: Tensor) -> Routing:
         probabilities = functional.linear(x.float(), self.weight.float()).softmax(-1)

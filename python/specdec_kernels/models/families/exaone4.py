@@ -1,5 +1,7 @@
-"""EXAONE 4: norms behind its parts, norms of query and key heads, and a sliding window in most layers; others do not
-rotate. K-EXAONE is the same with norms before its parts, and experts behind the first layers."""
+"""EXAONE 4: norms after its parts, norms of query and key heads, and a sliding window in most layers.
+
+Layers without a window do not rotate.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +9,9 @@ from typing import Any
 
 from ..layers.decoder_layer import Layer
 from ..layers.head_layout import HeadLayout
-from ..layers.mlp import FeedForward
 from .base import register
-from .glm4_moe import deepseek_moe
-from .llama import gated_mlp
+from .exaone_moe import ExaoneMoe
 from .olmo2 import post_norm_layer
-from .qwen3 import Qwen3
-
-
-@register
-class ExaoneMoe(Qwen3):
-    model_type = "exaone_moe"
-
-    def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return deepseek_moe(module) if hasattr(module, "experts") else gated_mlp(module)
-
-    def rotation(self, index: int) -> str | None:
-        return "" if self.config.sliding_window is None or self.window(index) is not None else None
 
 
 @register

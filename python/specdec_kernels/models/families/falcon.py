@@ -1,5 +1,7 @@
-"""Falcon: layer norms, attention and feed-forward part side by side, one projection of queries, keys and values, of
-which all queries or groups of them share a key; norms of each part or of both."""
+"""Falcon: parallel layers with LayerNorms, one for both parts or one each.
+
+Queries, keys and values have one projection, and all queries or groups of them share a key.
+"""
 
 from __future__ import annotations
 

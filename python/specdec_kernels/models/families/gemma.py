@@ -1,4 +1,4 @@
-"""Gemma: Llama with GELU, norms that multiply by 1 + weight, and embeddings that are scaled."""
+"""Gemma: Llama with GELU, norms that multiply by 1 + weight, and scaled embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Gemma(Llama):
     model_type = "gemma"
 
     def embedding(self, module: Any) -> Embedding:
-        weight = module.weight.detach()  # whose dtype the scale is rounded to, as when the model was trained
+        weight = module.weight.detach()  # the scale is rounded to its dtype, as in training
         return Embedding(weight, torch.tensor(self.config.hidden_size**0.5, dtype=weight.dtype).item())
 
     def norm(self, module: Any) -> RMSNorm:

@@ -1,5 +1,4 @@
-"""Gemma 2: Gemma with norms behind its parts too, soft caps, and a sliding window in every second layer. VaultGemma has
-no norms behind its parts."""
+"""Gemma 2: Gemma with norms after its parts too, soft caps, and a sliding window in every second layer."""
 
 from __future__ import annotations
 
@@ -41,16 +40,3 @@ class Gemma2(Gemma):
 
     def window(self, index: int) -> int | None:
         return window_of(self.config, index)
-
-
-@register
-class VaultGemma(Gemma2):
-    model_type = "vaultgemma"
-
-    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
-        return Layer(
-            input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.self_attn, layout),
-            pre_feed_forward_norm=self.norm(module.pre_feedforward_layernorm),
-            feed_forward=self.feed_forward(index, module.mlp),
-        )

@@ -1,4 +1,4 @@
-"""Gemma 3: Gemma 2 with norms of each query and key head, and angles of their own in layers with a window."""
+"""Gemma 3: Gemma 2 with norms of query and key heads, and another rotation in layers with a window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Gemma3(Gemma2):
 
     def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
         q_norm, k_norm = (layout.norm(self.norm(norm)) for norm in (module.q_norm, module.k_norm))
-        # The soft cap that its config may carry is not computed by transformers.
+        # transformers ignores the soft cap that its config may carry.
         return replace(super().attention(index, module, layout), q_norm=q_norm, k_norm=k_norm, soft_cap=None)
 
     def rotation(self, index: int) -> str:

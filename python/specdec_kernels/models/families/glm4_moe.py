@@ -1,5 +1,4 @@
-"""GLM-4.5: Llama whose heads rotate in part, with experts behind the first layers and one that all rows take. Solar
-Open has them in all layers."""
+"""GLM-4.5: Llama that rotates a part of each head, with experts after the first layers and a shared expert."""
 
 from __future__ import annotations
 
@@ -33,16 +32,8 @@ class Glm4Moe(Llama):
         return deepseek_moe(module)
 
 
-@register
-class SolarOpen(Llama):
-    model_type = "solar_open"
-
-    def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return deepseek_moe(module)
-
-
 def deepseek_moe(module: Any) -> MoE:
-    """Experts by DeepSeek-V3's choice, and one that all rows take."""
+    """Return DeepSeek-V3's MoE: experts by a sigmoid router, and a shared expert."""
     gate = module.gate
     router = SigmoidRouter(
         weight=gate.weight.detach(),

@@ -1,5 +1,7 @@
-"""GPT-NeoX (Pythia): layer norms, biases, one projection of queries, keys and values, heads that rotate in part, and a
-feed-forward part without a gate, beside attention or behind it."""
+"""GPT-NeoX (Pythia): LayerNorms, biases, one projection of queries, keys and values, and an MLP without a gate.
+
+A part of each head is rotated. The MLP is parallel to attention or after it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gpt-oss: Llama with experts in all layers, windows in every second, and a sink beside the scores of each head."""
+"""gpt-oss: Llama with experts in all layers, windows in every second one, and an attention sink for each head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GptOss(Llama):
         alpha, limit = float(experts.alpha), float(experts.limit)
 
         def gate(wide: Tensor) -> Tensor:
-            """Of columns that are gates and ups by turns."""
+            """Return the clamped SwiGLU of columns that alternate between gates and ups."""
             gates, ups = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
             return (ups + 1) * gates * torch.sigmoid(gates * alpha)
 

@@ -1,5 +1,4 @@
-"""Granite: Llama with factors of embeddings, scores, logits, and of what each part adds to the residual stream.
-HyperCLOVA X multiplies logits where Granite divides them, and may have norms behind its parts too."""
+"""Granite: Llama with factors of embeddings, scores, logits, and of what each part adds to the residual stream."""
 
 from __future__ import annotations
 
@@ -30,20 +29,3 @@ class Granite(Llama):
 
     def head(self, linear: Any) -> LMHead:
         return super().head(linear)._replace(scale=1 / self.config.logits_scaling)
-
-
-@register
-class HyperClovaX(Granite):
-    model_type = "hyperclovax"
-
-    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
-        plain = super().layer(index, module, layout)
-        if not self.config.use_post_norm:
-            return plain
-        factor = self.config.residual_multiplier
-        norms = [self.norm(norm) for norm in (module.post_norm1, module.post_norm2)]
-        post_attention_norm, post_feed_forward_norm = (norm._replace(weight=norm.weight * factor) for norm in norms)
-        return replace(plain, post_attention_norm=post_attention_norm, post_feed_forward_norm=post_feed_forward_norm)
-
-    def head(self, linear: Any) -> LMHead:
-        return super().head(linear)._replace(scale=self.config.logits_scaling)

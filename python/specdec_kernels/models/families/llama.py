@@ -1,4 +1,4 @@
-"""Llama: norms before attention and before a gated feed-forward part. The other families here are variations of it."""
+"""Llama: norms before attention and before a gated MLP. The other families are variations of it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .base import Decoder, Family, head_dim_of, register
 @register
 class Llama(Family):
     model_type = "llama"
-    interleaved: ClassVar[bool] = False  # whether the pairs that are rotated are neighbours
-    out_name: ClassVar[str] = "o_proj"  # of the product behind attention
+    interleaved: ClassVar[bool] = False  # whether rotated pairs are neighbors
+    out_name: ClassVar[str] = "o_proj"  # of attention's output projection
     last_norm_name: ClassVar[str] = "norm"
     layers_name: ClassVar[str] = "layers"
 
     def decoder(self, model: Any, max_len: int, device: torch.device) -> Decoder:
         body = model.get_decoder()
-        # One with more senses than text takes the product alone, whatever its language model would do to logits.
+        # A multimodal model applies the linear alone, whatever its language model would do to logits.
         head = self.head(model.lm_head) if body is model.base_model else LMHead(linear_of(model.lm_head))
         modules = getattr(body, self.layers_name)
         kinds = [self.rotation(index) for index in range(len(modules))]
@@ -42,11 +42,11 @@ class Llama(Family):
         )
 
     def rotary(self, body: Any) -> Any:
-        """What has the angles of the body's rotations."""
+        """Return the module that computes cosines and sines."""
         return body.rotary_emb
 
     def head_layout(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> HeadLayout:
-        """Of the layers whose rotation is of this kind."""
+        """Return the layout of layers whose rotation is of this kind."""
         if kind is None:
             rotation = Rope.none(device)
         else:
@@ -87,11 +87,11 @@ class Llama(Family):
         return gated_mlp(module)
 
     def head_norms(self, module: Any) -> Callable[[Projection], Projection] | None:
-        """What makes `LayerNormedHeads` of a layer's queries, keys and values, if they are that."""
+        """Return what wraps a layer's QKV projection in `LayerNormedHeads`, if the model has them."""
         return None
 
     def rotation(self, index: int) -> str | None:
-        """What the model's rotary module calls the kind of layer `index`; "": it knows but one; None: no rotation."""
+        """Return the rotary module's name of the kind of layer `index`; "": it has one kind only; None: no rotation."""
         return ""
 
 

@@ -1,5 +1,4 @@
-"""MiniMax M2: Llama with norms of whole rows of queries and keys, heads that rotate in part, and experts in all layers.
-Hunyuan 3 (HY3): Qwen3 with such experts behind the first layers, and one that all rows take."""
+"""MiniMax M2: Llama with norms over all query or key heads, partly rotated heads, and experts in all layers."""
 
 from __future__ import annotations
 
@@ -12,9 +11,8 @@ from ..layers.mlp import FeedForward
 from ..layers.moe import MoE, SigmoidRouter
 from ..layers.norm import rms_norm_of
 from .base import register
-from .llama import Llama, gated_mlp
+from .llama import Llama
 from .olmoe import RMSNormedQK
-from .qwen3 import Qwen3
 from .qwen3_moe import experts_of
 
 
@@ -29,20 +27,6 @@ class MiniMaxM2(Llama):
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         return MoE(ungrouped_router(module), experts_of(module.experts))
-
-
-@register
-class HyV3(Qwen3):
-    model_type = "hy_v3"
-
-    def feed_forward(self, index: int, module: Any) -> FeedForward:
-        if not hasattr(module, "experts"):
-            return gated_mlp(module)
-        router = ungrouped_router(module, module.gate.router_scaling_factor)
-        return MoE(router, experts_of(module.experts), gated_mlp(module.shared_experts))
-
-    def window(self, index: int) -> int | None:
-        return None
 
 
 def ungrouped_router(module: Any, factor: float = 1.0) -> SigmoidRouter:

@@ -1,4 +1,4 @@
-"""OLMo: Llama with layer norms without weights, and queries, keys and values that are clipped."""
+"""OLMo: Llama with LayerNorms without weights, and clamped queries, keys and values."""
 
 from __future__ import annotations
 

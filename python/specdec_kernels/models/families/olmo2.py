@@ -1,4 +1,4 @@
-"""OLMo 2: parts that read the residual stream as it is and have norms behind them; norms of all query and key heads."""
+"""OLMo 2: norms after the parts instead of before them, and norms over all query or key heads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Olmo2(Llama):
 
 
 def post_norm_layer(module: Any, attention: Attention, feed_forward: FeedForward) -> Layer:
-    """A layer that has no norms before its parts."""
+    """Return a layer with norms after its parts and none before them."""
     return Layer(
         input_norm=NoNorm(),
         attention=attention,

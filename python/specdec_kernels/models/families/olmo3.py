@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2 with sliding windows in most layers, which rotate by angles of their own."""
+"""OLMo 3: OLMo 2 with sliding windows in most layers, which have their own rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMoE: Llama with experts in all layers, and norms of whole rows of queries and keys."""
+"""OLMoE: Llama with experts in all layers, and norms over all query or key heads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .qwen3_moe import experts_of, softmax_router
 
 @dataclass(frozen=True)
 class RMSNormedQK:
-    """Queries, keys and values of which the first two are normalised over all their heads together."""
+    """A projection of queries, keys and values with RMSNorms over all query and over all key heads."""
 
     projection: Projection
     q_norm: RMSNorm
     k_norm: RMSNorm
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, heads * head_dim] from [T, in]."""
+        """Return [T, heads * head_dim] from [T, in]."""
         widths = [len(self.q_norm.weight), len(self.k_norm.weight), len(self.k_norm.weight)]
         q, k, v = torch.split(self.projection(x), widths, -1)
         return torch.cat([self.q_norm(q), self.k_norm(k), v], -1)
@@ -48,5 +48,5 @@ class Olmoe(Llama):
 
 
 def clamped(projection: Projection, largest: float | None) -> Projection:
-    """Of numbers that are at most `largest` in magnitude; None: as they are."""
+    """Clamp a projection's output to magnitudes of at most `largest`; None: not at all."""
     return projection if largest is None else lambda x: projection(x).clamp(-largest, largest)

@@ -11,6 +11,6 @@ class Qwen2(Llama):
     model_type = "qwen2"
 
     def window(self, index: int) -> int | None:
-        # Which layers slide follows from `max_window_layers` where the config does not say it; without
-        # `use_sliding_window` transformers sets the window to None.
+        # transformers derives the layers with a window from `max_window_layers` where the config does not list them,
+        # and sets the window to None without `use_sliding_window`.
         return window_of(self.config, index)

@@ -1,4 +1,4 @@
-"""Qwen2 with experts in most layers, and beside them one that all rows take, by a gate's measure."""
+"""Qwen2-MoE: Qwen2 with experts in most layers, and a shared expert with a gate of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 with a norm of each query and key head in place of the biases."""
+"""Qwen3: Qwen2 with norms of query and key heads instead of the biases."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Qwen3 with experts: Qwen3, in most layers of which each row takes a few of many feed-forward parts. Mellum has a
-sliding window in some layers, which rotate by angles of their own."""
+"""Qwen3-MoE: Qwen3 with experts in most layers."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import Any
 from ..layers.linear import Linear
 from ..layers.mlp import FeedForward
 from ..layers.moe import Experts, MoE, QuantizedExperts, Router, SoftmaxRouter
-from .base import register, window_of
+from .base import register
 from .llama import gated_mlp
 from .qwen3 import Qwen3
 
@@ -18,30 +17,18 @@ class Qwen3Moe(Qwen3):
     model_type = "qwen3_moe"
 
     def window(self, index: int) -> int | None:
-        window: int | None = self.config.sliding_window  # None without `use_sliding_window`; of all layers
+        window: int | None = self.config.sliding_window  # of all layers; None without `use_sliding_window`
         return window
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         if not hasattr(module, "experts"):  # one of `mlp_only_layers`, or between those of `decoder_sparse_step`
             return gated_mlp(module)
-        norm_topk_prob = getattr(module.gate, "norm_topk_prob", True)  # those of Qwen3-VL always are
+        norm_topk_prob = getattr(module.gate, "norm_topk_prob", True)  # Qwen3-VL always normalizes
         return MoE(softmax_router(module.gate, norm_topk_prob), experts_of(module.experts))
 
 
-@register
-class Mellum(Qwen3Moe):
-    model_type = "mellum"
-
-    def window(self, index: int) -> int | None:
-        return window_of(self.config, index)
-
-    def rotation(self, index: int) -> str:
-        kind: str = self.config.layer_types[index]
-        return kind
-
-
 def experts_of(module: Any) -> Experts:
-    """Of a module whose parameters are [experts, out, in], gates before ups, or of one that keeps them in 8 bits."""
+    """Return the experts of a module whose parameters are [experts, out, in], gates before ups, or quantized to FP8."""
     if isinstance(module, QuantizedExperts):
         return module.experts()
     return Experts(module.gate_up_proj.detach().mT, module.down_proj.detach().mT)

@@ -1,4 +1,4 @@
-"""Starcoder 2: Llama with layer norms, biases, and a feed-forward part without a gate."""
+"""Starcoder 2: Llama with LayerNorms, biases, and an MLP without a gate."""
 
 from __future__ import annotations
 

@@ -200,7 +200,8 @@ class Experts:
         return ExpertOutputs(outputs, routing.topk_weights).combine()
 
     def by_all_experts(self, x: Tensor, routing: Routing) -> Tensor:
-        weights = torch.zeros(len(x), len(self.gate_up), device=x.device).scatter_(1, routing.topk_ids, routing.topk_weights)
+        weights = torch.zeros(len(x), len(self.gate_up), device=x.device)
+        weights.scatter_(1, routing.topk_ids, routing.topk_weights)
         chosen = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, routing.topk_ids, True)
         total = torch.zeros_like(x, dtype=torch.float32)
         x = fake_quantize(x, self.activations)
@@ -344,8 +345,9 @@ def grouped_gemm(
     The output is not cleared first, since the routing has each pair once.
     """
     gated = part == "gate_up"
-    out = torch.empty(len(routing.sorted_pairs), weight.shape[2] // (2 if gated else 1), dtype=dtype, device=rows.device)
-    moe_grouped_gemm(rows, weight.mT, routing.sorted_pairs, routing.expert_ends, gated=gated, routing_ready=not gated, out=out, **scales)
+    pairs, ends = routing.sorted_pairs, routing.expert_ends
+    out = torch.empty(len(pairs), weight.shape[2] // (2 if gated else 1), dtype=dtype, device=rows.device)
+    moe_grouped_gemm(rows, weight.mT, pairs, ends, gated=gated, routing_ready=not gated, out=out, **scales)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Granite with experts in all layers, and beside them one that all rows take, if any."""
+"""Granite with experts in all layers."""
 
 from __future__ import annotations
 
@@ -31,18 +31,13 @@ class GraniteMoe(Granite):
         )
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        """Of a layer's module: what all rows take stands beside that of the experts."""
+        """Return the MoE of a layer's module, which holds routed and shared experts."""
         routed, shared = module.block_sparse_moe, getattr(module, "shared_mlp", None)
         return MoE(
             softmax_router(routed.router, norm_topk_prob=True),
             experts_of(routed.experts),
             None if shared is None else fused_mlp(shared),
         )
-
-
-@register
-class GraniteMoeShared(GraniteMoe):
-    model_type = "granitemoeshared"
 
 
 def fused_mlp(mlp: Any) -> GatedMLP:
