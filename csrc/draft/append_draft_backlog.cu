@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) append_draft_backlog_kernel(AppendDr
     if (threadIdx.x == 0) append_token(p, r, j);
     if (p.features == nullptr) continue;
     const auto* from = reinterpret_cast<const Unit*>(features_of(p, r, j));
-    auto* to = reinterpret_cast<Unit*>(p.kept_features + ring_row(p, r, j) * p.row_bytes);
+    auto* to = reinterpret_cast<Unit*>(p.backlog_features + ring_row(p, r, j) * p.row_bytes);
     for (int64_t first = threadIdx.x; first < units; first += kUnits * kThreads) {
       Unit held[kUnits];
 #pragma unroll

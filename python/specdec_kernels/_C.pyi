@@ -94,10 +94,10 @@ def append_draft_backlog(
     tokens: Tensor,
     path: Tensor,
     num_valid: Tensor,
-    num_kept: Tensor,
-    kept_tokens: Tensor,
+    backlog_lens: Tensor,
+    backlog_tokens: Tensor,
     features: Tensor | None,
-    kept_features: Tensor | None,
+    backlog_features: Tensor | None,
     slots: Tensor | None,
     cu_seqlens_q: Tensor | None,
 ) -> None: ...

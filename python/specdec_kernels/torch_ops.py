@@ -35,7 +35,7 @@ _CHANGED: dict[str, tuple[str, ...]] = {
         "candidates_tokens", "candidates_parents", "candidates_scores", "frontier_nodes", "frontier_mask",
     ),
     "update_calibration": ("calibration_table", "calibration_counts"),
-    "append_draft_backlog": ("num_kept", "kept_tokens", "kept_features"),
+    "append_draft_backlog": ("backlog_lens", "backlog_tokens", "backlog_features"),
     "build_tree": ("status",),
     "build_tree_from_parents": ("status",),
     "build_tree_from_mask": ("status",),

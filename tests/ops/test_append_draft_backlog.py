@@ -28,13 +28,13 @@ def inputs(
         "tokens": ints(-1, 50000, batch, accept_width),
         "path": ints(0, max(num_nodes, 1), batch, accept_width),
         "num_valid": ints(0, accept_width + 1, batch),
-        "num_kept": ints(0, 99, num_slots),
-        "kept_tokens": ints(0, 9, num_slots, ring),
+        "backlog_lens": ints(0, 99, num_slots),
+        "backlog_tokens": ints(0, 9, num_slots, ring),
         "slots": slots,
     }
     if width is not None:
         given["features"] = torch.randn(batch, num_nodes, width).to(dtype)
-        given["kept_features"] = torch.full((num_slots, ring, width), -77).to(dtype)
+        given["backlog_features"] = torch.full((num_slots, ring, width), -77).to(dtype)
     return given
 
 
@@ -84,9 +84,9 @@ def test_packed_rows(device: torch.device) -> None:
     given["num_valid"].fill_(2)
     ends = torch.cat([torch.zeros(1), counts.cumsum(0)]).to(INT)
     given |= {"features": torch.randn(9, 6), "cu_seqlens_q": ends}  # two rows are nobody's
-    before = given["num_kept"].clone()
+    before = given["backlog_lens"].clone()
     check(device, {name: value for name, value in given.items() if value is not None})
-    assert (given["num_kept"] - before).tolist() == [2, 0, 2, 2, 0, 0, 0, 0]
+    assert (given["backlog_lens"] - before).tolist() == [2, 0, 2, 2, 0, 0, 0, 0]
 
 
 @pytest.mark.sanitize
@@ -94,11 +94,11 @@ def test_packed_features_without_columns(device: torch.device) -> None:
     """They are features still: a request without nodes appends nothing."""
     given = inputs(2, 3, 4, 4, None, torch.float32)
     given |= {"slots": torch.arange(2).int(), "cu_seqlens_q": torch.tensor([0, 0, 4]).to(INT)}
-    given |= {"features": torch.zeros(4, 0), "kept_features": torch.zeros(5, 4, 0)}
+    given |= {"features": torch.zeros(4, 0), "backlog_features": torch.zeros(5, 4, 0)}
     given["num_valid"].fill_(2)
-    before = given["num_kept"].clone()
+    before = given["backlog_lens"].clone()
     check(device, given)
-    assert (given["num_kept"] - before).tolist() == [0, 2, 0, 0, 0]
+    assert (given["backlog_lens"] - before).tolist() == [0, 2, 0, 0, 0]
 
 
 @pytest.mark.sanitize
@@ -114,9 +114,9 @@ def test_wild_numbers_stay_in_bounds(device: torch.device) -> None:
     ]
     there = [argument.to(device) for argument in arguments]
     ends = torch.tensor([-5, 3, 1, 2**31 - 1], dtype=INT, device=device)
-    sd.append_draft_backlog(*there, features=torch.ones(4, 2, device=device), kept_features=ring, cu_seqlens_q=ends)
+    sd.append_draft_backlog(*there, features=torch.ones(4, 2, device=device), backlog_features=ring, cu_seqlens_q=ends)
     assert not ring.any() and there[3].tolist() == wild.tolist()  # no request has rows that are there
-    sd.append_draft_backlog(*there, features=torch.ones(3, 3, 2, device=device), kept_features=ring)
+    sd.append_draft_backlog(*there, features=torch.ones(3, 3, 2, device=device), backlog_features=ring)
     assert ring[0].sum() == 6 and not ring[1:].any()
     assert there[3].tolist() == [2, -(2**31), 2**31 - 1]
     there[2].fill_(3)
@@ -128,12 +128,12 @@ def test_wild_numbers_stay_in_bounds(device: torch.device) -> None:
     ("change", "message"),
     [
         ({"path": ints(0, 4, 2, 4)}, "append_draft_backlog: path has shape [2, 4], expected [batch=2, accept_width=3]"),
-        ({"kept_tokens": ints(0, 4, 4, 8)}, "append_draft_backlog: kept_tokens has shape [4, 8], expected [num_slots=5, ring]"),
-        ({"kept_tokens": ints(0, 4, 5, 0)}, "append_draft_backlog: ring is 0, expected 1 to 2147483647"),
-        ({"kept_features": None}, "append_draft_backlog: kept_features is None with features, expected both or none of them"),
-        ({"features": None}, "append_draft_backlog: kept_features is a tensor without features, expected both or none of them"),
-        ({"kept_features": torch.zeros(5, 8, 6).half()}, "append_draft_backlog: kept_features is float16, expected float32"),
-        ({"kept_features": torch.zeros(5, 8, 7)}, "append_draft_backlog: kept_features has shape [5, 8, 7], expected [num_slots=5, ring=8, width=6]"),
+        ({"backlog_tokens": ints(0, 4, 4, 8)}, "append_draft_backlog: backlog_tokens has shape [4, 8], expected [num_slots=5, ring]"),
+        ({"backlog_tokens": ints(0, 4, 5, 0)}, "append_draft_backlog: ring is 0, expected 1 to 2147483647"),
+        ({"backlog_features": None}, "append_draft_backlog: backlog_features is None with features, expected both or none of them"),
+        ({"features": None}, "append_draft_backlog: backlog_features is a tensor without features, expected both or none of them"),
+        ({"backlog_features": torch.zeros(5, 8, 6).half()}, "append_draft_backlog: backlog_features is float16, expected float32"),
+        ({"backlog_features": torch.zeros(5, 8, 7)}, "append_draft_backlog: backlog_features has shape [5, 8, 7], expected [num_slots=5, ring=8, width=6]"),
         ({"features": torch.zeros(8, 6)}, "append_draft_backlog: features has shape [8, 6], expected [batch=2, num_nodes, width]"),
         ({"cu_seqlens_q": torch.zeros(2, dtype=INT)}, "append_draft_backlog: cu_seqlens_q has shape [2], expected [batch + 1=3]"),
     ],

@@ -111,9 +111,9 @@ def draft_extend_inputs(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 def append_draft_backlog(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     sd.append_draft_backlog(
-        *(t[name] for name in list(t)[:5]), features=t["features"], kept_features=t["kept"], **stream
+        *(t[name] for name in list(t)[:5]), features=t["features"], backlog_features=t["kept"], **stream
     )
-    return [t["num_kept"], t["rings"], t["kept"]]
+    return [t["backlog_lens"], t["rings"], t["kept"]]
 
 
 def learn_inputs() -> Inputs:
@@ -410,7 +410,7 @@ CASES = {
             "tokens": ints(-1, VOCAB, B, K),
             "path": ints(0, N, B, K),
             "num_valid": ints(0, K + 1, B),
-            "num_kept": ints(0, 9, B),
+            "backlog_lens": ints(0, 9, B),
             "rings": ints(0, VOCAB, B, 4),
             "features": torch.randn(B, N, D),
             "kept": torch.randn(B, 4, D),

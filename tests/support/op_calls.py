@@ -69,8 +69,8 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
             ((accepted.tokens, accepted.path, accepted.num_valid, ints(2), ints(2, 5)), options)
             for options in (
                 {"slots": slots},
-                {"features": floats(2, 4, 8), "kept_features": floats(2, 5, 8)},
-                {"features": floats(8, 8), "kept_features": floats(2, 5, 8), "cu_seqlens_q": ends},
+                {"features": floats(2, 4, 8), "backlog_features": floats(2, 5, 8)},
+                {"features": floats(8, 8), "backlog_features": floats(2, 5, 8), "cu_seqlens_q": ends},
             )
         ],
         "build_tree": [((candidates, lens, lens, 4), {}), ((candidates, lens, lens, 3), {"order": "given", **both})],

@@ -157,9 +157,9 @@ def append_draft_backlog(device: torch.device, p: Params) -> Work:
     ones, path = torch.ones(batch, dtype=torch.int32, device=device), torch.zeros_like(tokens)
     ends = torch.arange(batch + 1, dtype=torch.int32, device=device)
     features = torch.randn(batch, width, device=device).bfloat16()
-    num_kept = torch.randint(0, 100, (batch,), dtype=torch.int32, device=device)
+    backlog_lens = torch.randint(0, 100, (batch,), dtype=torch.int32, device=device)
     before = (
-        num_kept,
+        backlog_lens,
         torch.zeros(batch, ring, dtype=torch.int32, device=device),
         features.new_zeros(batch, ring, width),
     )
@@ -170,7 +170,7 @@ def append_draft_backlog(device: torch.device, p: Params) -> Work:
         reference.append_draft_backlog(
             tokens.cpu(), path.cpu(), ones.cpu(), want[0], want[1], features.cpu(), want[2], None, ends.cpu()
         )
-        for name, got, expected in zip(("num_kept", "kept_tokens", "kept_features"), kept, want, strict=True):
+        for name, got, expected in zip(("backlog_lens", "backlog_tokens", "backlog_features"), kept, want, strict=True):
             expect_equal(name, got, expected)
 
     def plain_torch() -> None:
@@ -186,10 +186,10 @@ def append_draft_backlog(device: torch.device, p: Params) -> Work:
 
     return Work(
         call=lambda: sd.append_draft_backlog(
-            tokens, path, ones, kept[0], kept[1], features=features, kept_features=kept[2], cu_seqlens_q=ends
+            tokens, path, ones, kept[0], kept[1], features=features, backlog_features=kept[2], cu_seqlens_q=ends
         ),
         check=check,
-        bytes_moved=2 * bytes_of(features) + bytes_of(ones, num_kept, num_kept) + 16 * batch,
+        bytes_moved=2 * bytes_of(features) + bytes_of(ones, backlog_lens, backlog_lens) + 16 * batch,
         baseline=Baseline("torch", plain_torch, lambda _: check()),
         restore=restore,
     )

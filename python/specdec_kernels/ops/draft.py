@@ -400,35 +400,35 @@ def append_draft_backlog(
     tokens: Tensor,
     path: Tensor,
     num_valid: Tensor,
-    num_kept: Tensor,
-    kept_tokens: Tensor,
+    backlog_lens: Tensor,
+    backlog_tokens: Tensor,
     *,
     features: Tensor | None = None,
-    kept_features: Tensor | None = None,
+    backlog_features: Tensor | None = None,
     slots: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Keep what draft-extend would have read, where a draft rests: for each slot a ring of the last C rows.
+    """Append the inputs of draft-extend to each slot's backlog, in a round without drafting: a ring of the last C rows.
 
-    The accepted rows of request b follow the num_kept[slot] that its slot has: row i of all that were ever kept stands
-    at i % C of the ring.
+    The accepted rows of request b follow the backlog_lens[slot] rows of its slot. Row i of a backlog is at i % C of the
+    ring.
 
     Args:
         tokens, path: [B, S] int32, as `commit_tokens` left them.
         num_valid: [B] int32, from `commit_tokens`: rows that count.
-        num_kept: [num_slots] int32, rows that were kept, those that the ring has lost among them; changed in place.
-        kept_tokens: [num_slots, C] int32, the rings; changed in place.
-        features: [B, N, F], or packed [M, F] with cu_seqlens_q; float32, float16 or bfloat16: a row for each node, of
-            which that of `path` is kept. None: tokens alone.
-        kept_features: [num_slots, C, F] in the dtype of features, changed in place; None with them.
-        slots: [B] int32, no slot twice. An empty row keeps nothing.
+        backlog_lens: [num_slots] int32, rows ever appended, overwritten ones included; changed in place.
+        backlog_tokens: [num_slots, C] int32, the rings; changed in place.
+        features: [B, N, F], or packed [M, F] with cu_seqlens_q; float32, float16 or bfloat16: one row per node, of
+            which those on `path` are appended. None: tokens only.
+        backlog_features: [num_slots, C, F] in the dtype of features, changed in place; None with them.
+        slots: [B] int32, no slot twice. An empty row appends nothing.
         cu_seqlens_q: [B + 1] int32: node i of request b has row cu_seqlens_q[b] + i of features. A request without rows
-            there keeps nothing.
+            appends nothing.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; one of features and kept_features alone.
+        ValueError: wrong dtype, shape, device or stride; one of features and backlog_features alone.
     """
     _C.append_draft_backlog(
-        stream, tokens, path, num_valid, num_kept, kept_tokens, features, kept_features, slots, cu_seqlens_q
+        stream, tokens, path, num_valid, backlog_lens, backlog_tokens, features, backlog_features, slots, cu_seqlens_q
     )

@@ -249,23 +249,23 @@ def append_draft_backlog(
     tokens: Tensor,
     path: Tensor,
     num_valid: Tensor,
-    num_kept: Tensor,
-    kept_tokens: Tensor,
+    backlog_lens: Tensor,
+    backlog_tokens: Tensor,
     features: Tensor | None = None,
-    kept_features: Tensor | None = None,
+    backlog_features: Tensor | None = None,
     slots: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
 ) -> None:
     """Append accepted rows one by one to the slot's ring, overwriting the oldest."""
-    for b, slot in enumerate(slot_list(slots, len(num_kept), len(tokens))):
+    for b, slot in enumerate(slot_list(slots, len(backlog_lens), len(tokens))):
         nodes = None
         if features is not None:
             nodes = features[b] if cu_seqlens_q is None else features[int(cu_seqlens_q[b]) : int(cu_seqlens_q[b + 1])]
         if slot < 0 or (nodes is not None and len(nodes) == 0):
             continue
         for j in range(min(int(num_valid[b]), tokens.shape[1])):
-            at = int(num_kept[slot]) % kept_tokens.shape[1]
-            kept_tokens[slot, at] = max(int(tokens[b, j]), 0)
-            if nodes is not None and kept_features is not None:
-                kept_features[slot, at] = nodes[min(max(int(path[b, j]), 0), len(nodes) - 1)]
-            num_kept[slot] += 1
+            at = int(backlog_lens[slot]) % backlog_tokens.shape[1]
+            backlog_tokens[slot, at] = max(int(tokens[b, j]), 0)
+            if nodes is not None and backlog_features is not None:
+                backlog_features[slot, at] = nodes[min(max(int(path[b, j]), 0), len(nodes) - 1)]
+            backlog_lens[slot] += 1

@@ -306,7 +306,7 @@ class ModelDraft(Draft):
             self.num_kept,
             self.kept_tokens,
             features=features,
-            kept_features=self.kept_features,
+            backlog_features=self.kept_features,
             slots=slots,
             cu_seqlens_q=cu_seqlens,
         )
