@@ -9,19 +9,19 @@ namespace specdec::tree {
 
 void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorView& cand_parents,
                 const TensorView& cand_scores, const TensorView& root_tokens, const TensorView& seq_lens,
-                int64_t num_draft_tokens, const OptTensor& slots, const std::string& order, const OptTensor& status,
+                int64_t num_nodes, const OptTensor& slots, const std::string& order, const OptTensor& status,
                 const TensorView& out_tokens, const TensorView& out_parents, const TensorView& out_positions,
                 const TensorView& out_first_child, const TensorView& out_next_sibling, const TensorView& out_mask,
                 const TensorView& out_num_nodes, const OptTensor& out_scores) {
   Check check("build_tree");
-  Dim B{"batch"}, C{"candidates"}, S{"num_slots"}, N{"num_draft_tokens", num_draft_tokens};
+  Dim B{"batch"}, C{"candidates"}, S{"num_slots"}, N{"num_nodes", num_nodes};
   check.tensor("candidates.tokens", cand_tokens, {B, C}, kInt32);
   check.range("candidates", C, 0, std::numeric_limits<int32_t>::max());
   check.tensor("candidates.parents", cand_parents, {B, C}, kInt32);
   check.tensor("candidates.scores", cand_scores, {B, C}, kFloat32);
   check.tensor("root_tokens", root_tokens, {S}, kInt32);
   check.tensor("seq_lens", seq_lens, {S}, kInt32);
-  check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
+  check.range("num_nodes", N, 1, kMaxTreeNodes);
   check.slots(slots, B, S);
   check.that(order == "score" || order == "given", "order", {"is '", order, "'"}, "'score' or 'given'");
   check.output("status", status, {S}, kInt32);

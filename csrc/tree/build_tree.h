@@ -68,7 +68,7 @@ SD_HD CandidateRow candidate_row(const BuildTreeParams& p, int64_t b) {
 
 void build_tree(CallStream stream, const TensorView& cand_tokens, const TensorView& cand_parents,
                 const TensorView& cand_scores, const TensorView& root_tokens, const TensorView& seq_lens,
-                int64_t num_draft_tokens, const OptTensor& slots, const std::string& order, const OptTensor& status,
+                int64_t num_nodes, const OptTensor& slots, const std::string& order, const OptTensor& status,
                 const TensorView& out_tokens, const TensorView& out_parents, const TensorView& out_positions,
                 const TensorView& out_first_child, const TensorView& out_next_sibling, const TensorView& out_mask,
                 const TensorView& out_num_nodes, const OptTensor& out_scores);

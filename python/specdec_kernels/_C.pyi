@@ -110,7 +110,7 @@ def build_tree(
     cand_scores: Tensor,
     root_tokens: Tensor,
     seq_lens: Tensor,
-    num_draft_tokens: int,
+    num_nodes: int,
     slots: Tensor | None,
     order: str,
     status: Tensor | None,

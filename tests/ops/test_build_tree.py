@@ -352,14 +352,14 @@ OUT = poisoned_tree(2, 4, torch.device("cpu"))
         ({"parents": int32(2, 5)}, "build_tree: candidates.parents has shape [2, 5], expected [batch=2, candidates=6]"),
         ({"scores": torch.zeros(6, 2).t()}, "build_tree: candidates.scores has shape [2, 6] and is not contiguous, expected a contiguous tensor"),
         ({"seq_lens": int32(3)}, "build_tree: seq_lens has shape [3], expected [num_slots=2]"),
-        ({"num_draft_tokens": 0}, "build_tree: num_draft_tokens is 0, expected 1 to 256"),
-        ({"num_draft_tokens": -3}, "build_tree: num_draft_tokens is -3, expected 1 to 256"),
-        ({"num_draft_tokens": 257}, "build_tree: num_draft_tokens is 257, expected 1 to 256"),
+        ({"num_nodes": 0}, "build_tree: num_nodes is 0, expected 1 to 256"),
+        ({"num_nodes": -3}, "build_tree: num_nodes is -3, expected 1 to 256"),
+        ({"num_nodes": 257}, "build_tree: num_nodes is 257, expected 1 to 256"),
         ({"slots": int32(3)}, "build_tree: slots has shape [3], expected [batch=2]"),
         ({"root_tokens": int32(1), "seq_lens": int32(1)}, "build_tree: slots is None for batch=2, expected a tensor, or batch <= num_slots=1"),
         ({"order": "best"}, "build_tree: order is 'best', expected 'score' or 'given'"),
         ({"status": int32(3)}, "build_tree: status has shape [3], expected [num_slots=2]"),
-        ({"out": OUT._replace(parents=int32(2, 5))}, "build_tree: out.parents has shape [2, 5], expected [batch=2, num_draft_tokens=4]"),
+        ({"out": OUT._replace(parents=int32(2, 5))}, "build_tree: out.parents has shape [2, 5], expected [batch=2, num_nodes=4]"),
         ({"out": OUT._replace(mask=int32(2, 4, 1))}, "build_tree: out.mask is int32, expected int64"),
         ({"out": OUT._replace(num_nodes=int32(2, 1))}, "build_tree: out.num_nodes has shape [2, 1], expected [batch=2]"),
     ],
@@ -371,7 +371,7 @@ def test_messages(change: dict[str, object], message: str) -> None:
         "scores": torch.zeros(2, 6),
         "root_tokens": int32(2),
         "seq_lens": int32(2),
-        "num_draft_tokens": 4,
+        "num_nodes": 4,
     } | change
     candidates = sd.Candidates(*(arguments.pop(name) for name in sd.Candidates._fields))
     with pytest.raises(ValueError) as error:

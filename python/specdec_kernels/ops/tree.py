@@ -14,7 +14,7 @@ def build_tree(
     candidates: Candidates,
     root_tokens: Tensor,
     seq_lens: Tensor,
-    num_draft_tokens: int,
+    num_nodes: int,
     *,
     slots: Tensor | None = None,
     order: Literal["score", "given"] = "score",
@@ -36,7 +36,7 @@ def build_tree(
     Args:
         candidates: as `expand_tree` leaves them; C may be 0.
         root_tokens, seq_lens: [num_slots] int32, the last emitted token and L.
-        num_draft_tokens: N, 1 to 256.
+        num_nodes: N, 1 to 256.
         slots: [B] int32.
         order: "score" or "given".
         status: [num_slots] int32, sticky bits.
@@ -52,10 +52,10 @@ def build_tree(
     if not isinstance(candidates, Candidates):
         raise wrong_type("build_tree", "candidates", candidates, Candidates)
     if out is None:
-        out = tree_outputs("build_tree", "candidates.tokens", candidates.tokens, num_draft_tokens)
+        out = tree_outputs("build_tree", "candidates.tokens", candidates.tokens, num_nodes)
     elif not isinstance(out, Tree):
         raise wrong_type("build_tree", "out", out, Tree)
-    _C.build_tree(stream, *candidates, root_tokens, seq_lens, num_draft_tokens, slots, order, status, *out, out_scores)
+    _C.build_tree(stream, *candidates, root_tokens, seq_lens, num_nodes, slots, order, status, *out, out_scores)
     return out
 
 

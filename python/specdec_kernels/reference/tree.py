@@ -19,7 +19,7 @@ def build_tree(
     candidates: Candidates,
     root_tokens: Tensor,
     seq_lens: Tensor,
-    num_draft_tokens: int,
+    num_nodes: int,
     slots: Tensor | None = None,
     order: str = "score",
     status: Tensor | None = None,
@@ -31,7 +31,7 @@ def build_tree(
     rows = []
     for b, slot in enumerate(slot_list(slots, len(seq_lens), len(candidates.tokens))):
         if slot < 0:
-            rows.append(tree_row([], [], 0, 0, num_draft_tokens))
+            rows.append(tree_row([], [], 0, 0, num_nodes))
             continue
         tokens, parents, scores = (t[b].tolist() for t in candidates)
         ordered = [c for c in range(len(tokens)) if scores[c] > -torch.inf]
@@ -44,13 +44,13 @@ def build_tree(
                 node_of[c] = len(node_parents)
                 node_parents.append(node_of[parents[c]])
                 node_tokens.append(tokens[c])
-                if out_scores is not None and node_of[c] < num_draft_tokens:
+                if out_scores is not None and node_of[c] < num_nodes:
                     out_scores[b, node_of[c]] = scores[c]
             elif status is not None:
                 status[slot] |= BAD_TREE
-        kept = min(num_draft_tokens, len(node_parents))
-        rows.append(tree_row(node_parents[:kept], node_tokens, node_tokens[0], int(seq_lens[slot]), num_draft_tokens))
-    return stack(rows, num_draft_tokens)
+        kept = min(num_nodes, len(node_parents))
+        rows.append(tree_row(node_parents[:kept], node_tokens, node_tokens[0], int(seq_lens[slot]), num_nodes))
+    return stack(rows, num_nodes)
 
 
 def build_tree_from_parents(
