@@ -27,17 +27,17 @@ ScoredTree check_tree(Check& check, Dim& B, Dim& nodes, const char* const (&name
 void merge_trees(CallStream stream, const TensorView& a_tokens, const TensorView& a_parents,
                  const TensorView& a_positions, const TensorView& a_num_nodes, const TensorView& a_scores,
                  const TensorView& b_tokens, const TensorView& b_parents, const TensorView& b_positions,
-                 const TensorView& b_num_nodes, const TensorView& b_scores, int64_t num_draft_tokens,
+                 const TensorView& b_num_nodes, const TensorView& b_scores, int64_t num_nodes,
                  const TensorView& out_tokens, const TensorView& out_parents, const TensorView& out_positions,
                  const TensorView& out_first_child, const TensorView& out_next_sibling, const TensorView& out_mask,
                  const TensorView& out_num_nodes, const TensorView& out_scores) {
   Check check("merge_trees");
-  Dim B{"batch"}, Na{"a_nodes"}, Nb{"b_nodes"}, N{"num_draft_tokens", num_draft_tokens};
+  Dim B{"batch"}, Na{"a_nodes"}, Nb{"b_nodes"}, N{"num_nodes", num_nodes};
   const ScoredTree a = check_tree(check, B, Na, {"a.tokens", "a.parents", "a.positions", "a.num_nodes", "a_scores"},
                                   a_tokens, a_parents, a_positions, a_num_nodes, a_scores);
   const ScoredTree b = check_tree(check, B, Nb, {"b.tokens", "b.parents", "b.positions", "b.num_nodes", "b_scores"},
                                   b_tokens, b_parents, b_positions, b_num_nodes, b_scores);
-  check.range("num_draft_tokens", N, 1, kMaxTreeNodes);
+  check.range("num_nodes", N, 1, kMaxTreeNodes);
   constexpr TreeNames kNames{"out[0].tokens",       "out[0].parents", "out[0].positions", "out[0].first_child",
                              "out[0].next_sibling", "out[0].mask",    "out[0].num_nodes"};
   const TreeOut out = check_tree_out(check, kNames, B, N, out_tokens, out_parents, out_positions, out_first_child,

@@ -102,7 +102,7 @@ SD_HD RowPair row_pair(const MergeTreesParams& p, int64_t row) {
 void merge_trees(CallStream stream, const TensorView& a_tokens, const TensorView& a_parents,
                  const TensorView& a_positions, const TensorView& a_num_nodes, const TensorView& a_scores,
                  const TensorView& b_tokens, const TensorView& b_parents, const TensorView& b_positions,
-                 const TensorView& b_num_nodes, const TensorView& b_scores, int64_t num_draft_tokens,
+                 const TensorView& b_num_nodes, const TensorView& b_scores, int64_t num_nodes,
                  const TensorView& out_tokens, const TensorView& out_parents, const TensorView& out_positions,
                  const TensorView& out_first_child, const TensorView& out_next_sibling, const TensorView& out_mask,
                  const TensorView& out_num_nodes, const TensorView& out_scores);

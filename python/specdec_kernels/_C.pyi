@@ -167,7 +167,7 @@ def merge_trees(
     b_positions: Tensor,
     b_num_nodes: Tensor,
     b_scores: Tensor,
-    num_draft_tokens: int,
+    num_nodes: int,
     out_tokens: Tensor,
     out_parents: Tensor,
     out_positions: Tensor,

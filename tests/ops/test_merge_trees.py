@@ -115,8 +115,8 @@ def test_messages() -> None:
     tree, scores = random_draft(2, 5, 9)
     other, other_scores = random_draft(3, 4, 9)
     for call, message in (
-        (lambda: sd.merge_trees(tree, scores, tree, scores, 0), "merge_trees: num_draft_tokens is 0, expected 1 to 256"),
-        (lambda: sd.merge_trees(tree, scores, tree, scores, 257), "merge_trees: num_draft_tokens is 257, expected 1 to 256"),
+        (lambda: sd.merge_trees(tree, scores, tree, scores, 0), "merge_trees: num_nodes is 0, expected 1 to 256"),
+        (lambda: sd.merge_trees(tree, scores, tree, scores, 257), "merge_trees: num_nodes is 257, expected 1 to 256"),
         (lambda: sd.merge_trees(tree, scores, other, other_scores, 4), "merge_trees: b.tokens has shape [3, 4], expected [batch=2, b_nodes]"),
         (lambda: sd.merge_trees(tree, other_scores, tree, scores, 4), "merge_trees: a_scores has shape [3, 4], expected [batch=2, a_nodes=5]"),
         (lambda: sd.merge_trees(tree, scores, tree, scores.double(), 4), "merge_trees: b_scores is float64, expected float32"),

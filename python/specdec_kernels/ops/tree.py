@@ -141,7 +141,7 @@ def merge_trees(
     a_scores: Tensor,
     b: Tree,
     b_scores: Tensor,
-    num_draft_tokens: int,
+    num_nodes: int,
     *,
     out: tuple[Tree, Tensor] | None = None,
     stream: int | None = None,
@@ -161,7 +161,7 @@ def merge_trees(
             are read.
         a_scores, b_scores: [B, Na] and [B, Nb] float32, log-probability of each node given the text before the tree;
             the root's is ignored.
-        num_draft_tokens: N, 1 to 256.
+        num_nodes: N, 1 to 256.
 
     Returns:
         Tree, and scores [B, N] float32: of each node, 0 for the root, -inf behind `num_nodes`.
@@ -175,7 +175,7 @@ def merge_trees(
     if not isinstance(b, Tree):
         raise wrong_type(op, "b", b, Tree)
     if out is None:
-        tree = tree_outputs(op, "a_scores", a_scores, num_draft_tokens)
+        tree = tree_outputs(op, "a_scores", a_scores, num_nodes)
         scores = empty(op, a_scores, tree.tokens.shape, "float32")
     else:
         tree, scores = out
@@ -193,7 +193,7 @@ def merge_trees(
         b.positions,
         b.num_nodes,
         b_scores,
-        num_draft_tokens,
+        num_nodes,
         *tree,
         scores,
     )

@@ -99,9 +99,9 @@ def build_tree_from_mask(
     return build_tree_from_parents(tokens, parents, seq_lens, num_nodes, slots, status)
 
 
-def merge_trees(a: Tree, a_scores: Tensor, b: Tree, b_scores: Tensor, num_draft_tokens: int) -> tuple[Tree, Tensor]:
+def merge_trees(a: Tree, a_scores: Tensor, b: Tree, b_scores: Tensor, num_nodes: int) -> tuple[Tree, Tensor]:
     """Compare nodes by their paths: tuples of tokens, the root excluded."""
-    rows, out_scores = [], torch.full((len(a_scores), num_draft_tokens), -torch.inf)
+    rows, out_scores = [], torch.full((len(a_scores), num_nodes), -torch.inf)
     for row in range(len(a_scores)):
         best: dict[tuple[int, ...], float] = {}  # by path, in order of candidate indices
         heads: list[tuple[int, int]] = []  # root token and position
@@ -118,14 +118,14 @@ def merge_trees(a: Tree, a_scores: Tensor, b: Tree, b_scores: Tensor, num_draft_
                     nodes[i] = ((*path, tokens[i]), min(score, above))
                     path, score = nodes[i]
                     best[path] = max(score, best.get(path, score))
-        chosen = sorted(best, key=lambda path: -best[path])[: num_draft_tokens - 1]
+        chosen = sorted(best, key=lambda path: -best[path])[: num_nodes - 1]
         index_of = {(): 0} | {path: i for i, path in enumerate(chosen, 1)}
         root, position = heads[0] if heads else (0, 0)
         parents = [-1] + [index_of[path[:-1]] for path in chosen] if heads else []
-        rows.append(tree_row(parents, [root, *(path[-1] for path in chosen)], root, position, num_draft_tokens))
+        rows.append(tree_row(parents, [root, *(path[-1] for path in chosen)], root, position, num_nodes))
         if heads:
             out_scores[row, : len(chosen) + 1] = torch.tensor([0.0, *(best[path] for path in chosen)])
-    return stack(rows, num_draft_tokens), out_scores
+    return stack(rows, num_nodes), out_scores
 
 
 def allocate_nodes(
