@@ -214,19 +214,19 @@ void count(uint64_t& counter, uint64_t by) { std::atomic_ref(counter).fetch_add(
 
 }  // namespace
 
-void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64_t num_draft_tokens, bool chain,
+void NgramIndex::draft(const OptTensor& slots, const TensorView& seq_lens, int64_t num_nodes, bool chain,
                        double min_prob, int64_t min_match, double own_weight, double group_weight, double global_weight,
                        double recency, const TensorView& out_tokens, const TensorView& out_parents,
                        const TensorView& out_positions, const TensorView& out_first_child,
                        const TensorView& out_next_sibling, const TensorView& out_mask, const TensorView& out_num_nodes,
                        const TensorView& out_scores, const TensorView& out_match_len) {
   Check check = index_check("ngram_draft");
-  Dim B{"batch"}, N{"num_draft_tokens", num_draft_tokens}, S{"num_slots", view_.num_slots};
+  Dim B{"batch"}, N{"num_nodes", num_nodes}, S{"num_slots", view_.num_slots};
   check.tensor("slots", slots, {B}, kInt32);
   check.tensor("seq_lens", seq_lens, {B}, kInt32);
   check.slots(slots, B, S);
   require_own_device(check);
-  check.range("num_draft_tokens", N, 1, tree::kMaxTreeNodes);
+  check.range("num_nodes", N, 1, tree::kMaxTreeNodes);
   check.that(min_prob >= 0 && min_prob <= 1, "min_prob", {"is ", min_prob}, "0 to 1");
   check.range("min_match", min_match, 0, kNgramMaxMatch);
   const NgramWeights weights = checked_weights(check, own_weight, group_weight, global_weight, recency);

@@ -61,7 +61,7 @@ class NgramIndex {
   void extend(const TensorView& tokens, const TensorView& num_valid, const OptTensor& slots,
               const OptTensor& match_len);
   void release(int64_t slot);
-  void draft(const OptTensor& slots, const TensorView& seq_lens, int64_t num_draft_tokens, bool chain, double min_prob,
+  void draft(const OptTensor& slots, const TensorView& seq_lens, int64_t num_nodes, bool chain, double min_prob,
              int64_t min_match, double own_weight, double group_weight, double global_weight, double recency,
              const TensorView& out_tokens, const TensorView& out_parents, const TensorView& out_positions,
              const TensorView& out_first_child, const TensorView& out_next_sibling, const TensorView& out_mask,

@@ -653,7 +653,7 @@ class NgramIndex:
         self,
         slots: Tensor | None,
         seq_lens: Tensor,
-        num_draft_tokens: int,
+        num_nodes: int,
         chain: bool,
         min_prob: float,
         min_match: int,

@@ -222,7 +222,7 @@ class NgramIndex:
         self,
         slots: Tensor | None,
         seq_lens: Tensor,
-        num_draft_tokens: int,
+        num_nodes: int,
         *,
         mode: str = "tree",
         min_prob: float = 0.0,
@@ -249,7 +249,7 @@ class NgramIndex:
         Args:
             slots: [B] int32 or None; -1 or a slot without a stream is an empty row.
             seq_lens: [B] int32, L: the position of each root.
-            num_draft_tokens: N, nodes including the root, 1 to 256.
+            num_nodes: N, nodes including the root, 1 to 256.
             mode: "tree", or "chain": only the best child of each node.
             min_prob: no node with a smaller p.
             min_match: no candidate with a shorter match, 0 to 32.
@@ -264,9 +264,9 @@ class NgramIndex:
         """
         if mode != "tree" and mode != "chain":
             raise ValueError(f"ngram_draft: mode is {mode!r}, expected 'tree' or 'chain'")
-        n = num_draft_tokens
+        n = num_nodes
         if not 1 <= n <= 256:  # before its outputs are allocated
-            raise ValueError(f"ngram_draft: num_draft_tokens is {n}, expected 1 to 256")
+            raise ValueError(f"ngram_draft: num_nodes is {n}, expected 1 to 256")
         if out is None:
             tree = tree_outputs("ngram_draft", "seq_lens", seq_lens, n, ndim=1)
             scores = empty("ngram_draft", seq_lens, tree.tokens.shape, "float32")

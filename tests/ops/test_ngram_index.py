@@ -671,14 +671,14 @@ REFUSED: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
     (lambda i: i.release(2), "ngram_release: slot is 2, expected 0 to 1"),
     (lambda i: i.draft(None, ints([1, 1, 1]), 4), "ngram_draft: slots is None for batch=3, expected a tensor, or batch <= num_slots=2"),
     (lambda i: i.draft(ints([1]), ints([1, 1]), 4), "ngram_draft: seq_lens has shape [2], expected [batch=1]"),
-    (lambda i: i.draft(ints([1]), ints([1]), 0), "ngram_draft: num_draft_tokens is 0, expected 1 to 256"),
-    (lambda i: i.draft(ints([1]), ints([1]), 257), "ngram_draft: num_draft_tokens is 257, expected 1 to 256"),
+    (lambda i: i.draft(ints([1]), ints([1]), 0), "ngram_draft: num_nodes is 0, expected 1 to 256"),
+    (lambda i: i.draft(ints([1]), ints([1]), 257), "ngram_draft: num_nodes is 257, expected 1 to 256"),
     (lambda i: i.draft(ints([1]), ints([1]), 4, mode="list"), "ngram_draft: mode is 'list', expected 'tree' or 'chain'"),
     (lambda i: i.draft(ints([1]), ints([1]), 4, min_prob=1.5), "ngram_draft: min_prob is 1.500000, expected 0 to 1"),
     (lambda i: i.draft(ints([1]), ints([1]), 4, min_prob=float("nan")), "ngram_draft: min_prob is nan, expected 0 to 1"),
     (lambda i: i.draft(ints([1]), ints([1]), 4, min_match=33), "ngram_draft: min_match is 33, expected 0 to 32"),
-    (lambda i: i.draft(ints([1]), ints([1]), 4, out=with_tree(tokens=torch.zeros(1, 5, dtype=torch.int32))), "ngram_draft: out.tree.tokens has shape [1, 5], expected [batch=1, num_draft_tokens=4]"),
-    (lambda i: i.draft(ints([1]), ints([1]), 4, out=with_tree(mask=torch.zeros(1, 4, 2, dtype=torch.int64))), "ngram_draft: out.tree.mask has shape [1, 4, 2], expected [batch=1, num_draft_tokens=4, mask_words=1]"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, out=with_tree(tokens=torch.zeros(1, 5, dtype=torch.int32))), "ngram_draft: out.tree.tokens has shape [1, 5], expected [batch=1, num_nodes=4]"),
+    (lambda i: i.draft(ints([1]), ints([1]), 4, out=with_tree(mask=torch.zeros(1, 4, 2, dtype=torch.int64))), "ngram_draft: out.tree.mask has shape [1, 4, 2], expected [batch=1, num_nodes=4, mask_words=1]"),
 ]  # fmt: skip
 
 

@@ -197,7 +197,7 @@ class NgramIndex:
     def draft(
         self,
         slot: int,
-        num_draft_tokens: int,
+        num_nodes: int,
         *,
         mode: str = "tree",
         min_prob: float = 0.0,
@@ -236,7 +236,7 @@ class NgramIndex:
 
         draft = Draft([own.tokens[-1]], [-1], [0.0], max((c.match for c in candidates), default=0))
         open_nodes = children(list(range(len(candidates))), 0, 0)
-        while open_nodes and len(draft.tokens) < num_draft_tokens:
+        while open_nodes and len(draft.tokens) < num_nodes:
             best = min(open_nodes, key=Node.order)
             if best.log2_p - total < least:
                 break
