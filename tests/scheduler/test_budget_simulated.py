@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from specdec_kernels._C import Budget, RoundCosts
+from specdec_kernels._C import Budget, BudgetConstants, RoundCosts
 from support.simulated_budget import BATCHES, ROWS, US, WIDTH, us_of
 
 # Of a request that has x rows: what its drafts gain is most * (1 - (1 + x - 1) ** -power).
@@ -22,9 +23,16 @@ def gain(kind: str, x: float) -> float:
 class Machine:
     """Rounds of one batch size on a clock of its own. Scores promise `lie` times the gain, and at least `boast`."""
 
-    def __init__(self, size: int, cost: Callable[[int, int], float], lie: float = 1.0, boast: float = 0.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        cost: Callable[[int, int], float],
+        lie: float = 1.0,
+        boast: float = 0.0,
+        constants: BudgetConstants | None = None,
+    ) -> None:
         self.size, self.cost, self.lie, self.boast = size, cost, lie, boast
-        self.budget = Budget(RoundCosts(BATCHES, ROWS, US), WIDTH)
+        self.budget = Budget(RoundCosts(BATCHES, ROWS, US), WIDTH, constants=constants or BudgetConstants())
         self.rng, self.last = random.Random(11), 0
         self.us = self.tokens = self.expected = 0.0
 
@@ -223,3 +231,50 @@ def test_what_a_round_shows_is_as_much_as_it_is_expected() -> None:
     for predicted, observed in (([], []), ([1.0], []), ([1.0], [1.0, 2.0])):
         with pytest.raises(ValueError, match=r"^update_gain: observed \(how many\) is"):
             budget.update_gain(1, 8, predicted, observed)
+
+
+# --- golden figures
+
+GOLDEN = Path(__file__).with_name("budget_golden.txt")
+CONSTANTS = [name for name in vars(BudgetConstants) if not name.startswith("_")]
+
+
+def figures(constants: BudgetConstants) -> str:
+    """Return the throughput relative to plain decoding with wrong drafts, and to the best level for a changing text:
+    the least and the mean over batch sizes."""
+    plain, best = [], []
+    for size in range(len(BATCHES)):
+        machine = Machine(size, us_of, boast=1.0, constants=constants)
+        machine.run("wrong", 1000)
+        plain.append(machine.tokens / machine.us / machine.fixed("wrong", 0))
+        machine = Machine(size, us_of, constants=constants)
+        for kind in ("chat", "wrong", "code"):
+            machine.run(kind, 300)
+            best.append(machine.of_best(kind))
+    return " ".join(f"{value:.3f}" for value in (min(plain), sum(plain) / len(plain), min(best), sum(best) / len(best)))
+
+
+def golden() -> str:
+    """Return the figures with the constants, and with each of them halved and doubled."""
+    lines = [
+        "# Throughput relative to plain decoding with wrong drafts (least, mean over batch sizes), and to the best level",
+        "# while the text changes (least, mean): with the budget's constants, and with each one halved and doubled.",
+        f"{'as they are':32} {figures(BudgetConstants())}",
+    ]
+    for name in CONSTANTS:
+        for factor in (0.5, 2.0):
+            constants = BudgetConstants()
+            value = getattr(constants, name)
+            changed = 1 + (value - 1) * factor if name == "switch_margin" else type(value)(value * factor)
+            setattr(constants, name, changed)
+            lines.append(f"{f'{name} * {factor:g}':32} {figures(constants)}")
+    return "\n".join(lines) + "\n"
+
+
+def test_golden_figures() -> None:
+    """To record new ones: PYTHONPATH=tests python tests/scheduler/test_budget_simulated.py"""
+    assert golden() == GOLDEN.read_text()
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(golden())
