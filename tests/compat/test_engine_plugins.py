@@ -1,6 +1,8 @@
-"""What the plugins rely on, held against the sources of the engines, where those are: an installed engine, or a folder
-with an unpacked wheel in SPECDEC_PEERS (several with colons between, of several versions too). Nothing of an engine is
-run but its registries and the base classes that a plugin's classes have."""
+"""compat plugins: check what they rely on against the sources of SGLang and vLLM.
+
+The sources come from an installed engine, or from unpacked wheels: SPECDEC_ENGINE_SOURCES is a list of folders, separated by
+colons, also of several versions. Only registries and base classes of an engine are run.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ import pytest
 import torch
 
 import specdec_kernels
-from specdec_kernels.compat import version_gate as hosts
+from specdec_kernels.compat import version_gate
 from specdec_kernels.compat.sglang import functions as sglang
 from specdec_kernels.compat.sglang import plugin as sglang_plugin
 from specdec_kernels.compat.sglang import rounds as sglang_rounds
@@ -35,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def sources(package: str, known: str) -> Path:
-    """The folder of a package's sources, in the version that the plugins are written for."""
-    folders = [folder for folder in os.environ.get("SPECDEC_PEERS", "").split(os.pathsep) if folder]
+    """Return the folder of a package's sources, in the version `known`."""
+    folders = [folder for folder in os.environ.get("SPECDEC_ENGINE_SOURCES", "").split(os.pathsep) if folder]
     for path in [*folders, *sys.path]:
         spec = PathFinder.find_spec(package, [path])
         if spec is not None and spec.origin:
@@ -51,14 +53,14 @@ def sglang_sources() -> Path:
 
 
 def module_of(folder: Path, name: str) -> ast.Module:
-    """The module of a dotted name, whose first part is the folder."""
+    """Parse the module of a dotted name, whose first part is the folder."""
     path = folder.joinpath(*name.split(".")[1:])
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(path.read_text())
 
 
 def defined(module: ast.Module) -> set[str]:
-    """Names that a module binds at its top, in conditions too."""
+    """Return the names that a module binds at its top, also in conditions."""
     names: set[str] = set()
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -71,7 +73,7 @@ def defined(module: ast.Module) -> set[str]:
 
 
 def class_of(module: ast.Module, name: str) -> dict[str, ast.FunctionDef]:
-    """The methods of a class."""
+    """Return the methods of a class."""
     found = next(node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name == name)
     return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
 
@@ -80,7 +82,7 @@ def parameters(function: ast.FunctionDef) -> list[str]:
     return [argument.arg for argument in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]]
 
 
-def test_everything_that_the_plugin_imports_of_sglang_is_there() -> None:
+def test_sglang_plugin_imports_exist() -> None:
     folder = sglang_sources()
     asked = [
         (node.module, alias.name)
@@ -94,7 +96,7 @@ def test_everything_that_the_plugin_imports_of_sglang_is_there() -> None:
         assert name in defined(module_of(folder, module)), f"{module}.{name}"
 
 
-def test_the_attention_has_the_methods_that_sglang_calls_with_its_arguments() -> None:
+def test_sglang_attention_implements_backend_interface() -> None:
     folder = sglang_sources()
     methods = class_of(module_of(folder, "sglang.srt.layers.attention.base_attn_backend"), "AttentionBackend")
     ours = {name: value for name, value in vars(TreeAttention).items() if inspect.isfunction(value)}
@@ -111,7 +113,7 @@ def test_the_attention_has_the_methods_that_sglang_calls_with_its_arguments() ->
         have = list(inspect.signature(ours[name]).parameters)
         want = parameters(methods[name])
         assert have[: len(want)] == want, name
-    # Methods without a body of their own that are none of ours are for passes that the plugin does not serve.
+    # Abstract methods that ours lacks belong to passes that the plugin does not serve.
     abstract = {
         name for name, node in methods.items() if any(isinstance(n, ast.Raise) for n in node.body) and name not in ours
     }
@@ -127,7 +129,7 @@ def test_the_attention_has_the_methods_that_sglang_calls_with_its_arguments() ->
         )
 
 
-def test_the_attention_reads_what_batches_layers_and_pools_have() -> None:
+def test_sglang_attention_reads_existing_fields() -> None:
     folder = sglang_sources()
     modes = class_of(module_of(folder, "sglang.srt.model_executor.forward_batch_info"), "ForwardMode")
     assert {"is_decode_or_idle", "is_target_verify", "is_draft_extend_v2"} <= set(modes)
@@ -140,8 +142,8 @@ def test_the_attention_reads_what_batches_layers_and_pools_have() -> None:
     pools = module_of(folder, "sglang.srt.mem_cache.memory_pool")
     pool = class_of(pools, "MHATokenToKVPool")
     assert parameters(pool["set_kv_buffer"])[1:7] == ["layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale"]
-    assert "return (loc_info, None, None)" in ast.unparse(pools)  # a bare tensor of places is one
-    assert "range(1, self._alloc_size)" in ast.unparse(pools)  # row 0 of req_to_token is nobody's
+    assert "return (loc_info, None, None)" in ast.unparse(pools)  # a bare tensor of locations is valid
+    assert "range(1, self._alloc_size)" in ast.unparse(pools)  # row 0 of req_to_token is unused
     inputs = ast.unparse(module_of(folder, "sglang.srt.speculative.eagle_info"))
     assert "def tree_topk(self) -> int:" in inputs and "draft_token_num: int" in inputs
     extend = ast.unparse(module_of(folder, "sglang.srt.speculative.eagle_worker_common"))
@@ -151,7 +153,7 @@ def test_the_attention_reads_what_batches_layers_and_pools_have() -> None:
     assert "token_pool_ptr + seq_len + topk_id * num_steps + tl.arange(0, iter_upper)" in places
 
 
-def test_drafts_get_their_attention_where_sglang_makes_it() -> None:
+def test_sglang_draft_attention_factory_matches() -> None:
     folder = sglang_sources()
     methods = class_of(module_of(folder, "sglang.srt.speculative.draft_utils"), "DraftBackendFactory")
     assert parameters(methods["create_decode_backend"]) == ["self"]
@@ -181,7 +183,7 @@ def calls_of(module: ast.Module, name: str) -> list[ast.Call]:
     ]
 
 
-def test_the_functions_take_what_sglang_gives_them() -> None:
+def test_sglang_functions_accept_sglang_call_arguments() -> None:
     module = module_of(sglang_sources(), "sglang.srt.speculative.eagle_utils")
     for name, ours in {
         "sgl_build_tree_kernel_efficient": sglang.build_tree_kernel_efficient,
@@ -194,9 +196,8 @@ def test_the_functions_take_what_sglang_gives_them() -> None:
             inspect.signature(ours).bind(*call.args, **{str(word.arg): None for word in call.keywords})
 
 
-def test_drafts_ask_for_the_best_of_their_probabilities_alone() -> None:
-    """Between the two functions that the plugin stands around, SGLang looks at no probability unless it samples
-    drafts."""
+def test_sglang_draft_probabilities_go_to_fast_topk_only() -> None:
+    """Between the two wrapped functions, SGLang reads no probability unless it samples drafts."""
     folder = sglang_sources()
     utils = module_of(folder, "sglang.srt.speculative.spec_utils")
     renorm = next(n for n in ast.walk(utils) if isinstance(n, ast.FunctionDef) and n.name == "renorm_draft_probs")
@@ -204,7 +205,7 @@ def test_drafts_ask_for_the_best_of_their_probabilities_alone() -> None:
         "next_token_logits", "sampling_info", "use_rejection_sampling"
     ]  # fmt: skip
     for call in calls_of(module_of(folder, "sglang.srt.speculative.eagle_worker_v2"), "renorm_draft_probs"):
-        assert len(call.args) == 3 and not call.keywords  # by their places, as ours takes them
+        assert len(call.args) == 3 and not call.keywords  # positional, as ours expects
     topk = module_of(folder, "sglang.srt.utils.common")
     fast_topk = next(n for n in ast.walk(topk) if isinstance(n, ast.FunctionDef) and n.name == "fast_topk")
     assert [argument.arg for argument in fast_topk.args.args] == ["values", "topk", "dim"]
@@ -213,7 +214,7 @@ def test_drafts_ask_for_the_best_of_their_probabilities_alone() -> None:
         for path in (folder / "srt").rglob("*.py")
         if "renorm_draft_probs(" in path.read_text() and path.stem != "spec_utils"
     }
-    assert callers <= {"eagle_worker_v2", "eagle_draft_cuda_graph_runner"}  # the second only speaks of it
+    assert callers <= {"eagle_worker_v2", "eagle_draft_cuda_graph_runner"}  # the second only mentions it
     worker = module_of(folder, "sglang.srt.speculative.eagle_worker_v2")
     imported = [
         node.module
@@ -225,8 +226,8 @@ def test_drafts_ask_for_the_best_of_their_probabilities_alone() -> None:
     assert asked == len(calls_of(worker, "renorm_draft_probs")) == 3
 
 
-def test_rounds_are_made_of_what_ours_stands_around() -> None:
-    """The functions have the arguments that ours pass on, and read what ours change."""
+def test_sglang_round_functions_match_wrappers() -> None:
+    """SGLang's functions have the arguments that ours pass on, and read the fields that ours change."""
     folder = sglang_sources()
 
     def function(module: str, name: str) -> ast.FunctionDef:
@@ -251,7 +252,7 @@ def test_rounds_are_made_of_what_ours_stands_around() -> None:
     sampling = ast.unparse(function("speculative.eagle_utils", "eagle_sample"))
     for name in ("is_all_greedy", "acc_additive_penalties", "acc_scaling_penalties", "logit_bias", "grammar_mask"):
         assert name in sampling
-    # Nothing reads the logits of trees but the function that ours stands around, and those of log-probabilities.
+    # Only the wrapped function and those for log-probabilities read the logits of trees.
     for module, name in (
         ("speculative.eagle_worker_common", "run_eagle_verify"),
         ("speculative.ngram_worker", "forward_batch_generation"),
@@ -273,7 +274,7 @@ def test_rounds_are_made_of_what_ours_stands_around() -> None:
         assert f"self.{name} = " in pool, name
 
 
-def test_a_drafts_best_tokens_come_straight_from_its_logits() -> None:
+def test_sglang_best_of_matches_topk_of_softmax() -> None:
     logits = torch.randn(3, 50)
 
     def renorm(given: torch.Tensor, sampling_info: Any, use_rejection_sampling: bool) -> torch.Tensor:
@@ -282,7 +283,7 @@ def test_a_drafts_best_tokens_come_straight_from_its_logits() -> None:
     def topk(values: torch.Tensor, count: int, dim: int) -> Any:
         return torch.topk(values, count, dim)
 
-    # On the CPU, and where drafts are sampled, everything is SGLang's own.
+    # On the CPU, and if drafts are sampled, SGLang's functions run.
     assert torch.equal(sglang_rounds.keep_logits(renorm, logits, None, False), logits.softmax(-1))
     assert torch.equal(sglang_rounds.keep_logits(renorm, logits, None, True), logits.softmax(-1))
     want = torch.topk(logits.softmax(-1), 4, -1)
@@ -295,7 +296,7 @@ def test_a_drafts_best_tokens_come_straight_from_its_logits() -> None:
     assert torch.equal(tokens, torch.topk(many.softmax(-1), 80, -1).indices)
 
 
-def test_the_ngram_worker_has_what_ours_changes_and_reads() -> None:
+def test_sglang_ngram_worker_matches() -> None:
     folder = sglang_sources()
     module = module_of(folder, "sglang.srt.speculative.ngram_worker")
     methods = class_of(module, "NGRAMWorker")
@@ -305,12 +306,12 @@ def test_the_ngram_worker_has_what_ours_changes_and_reads() -> None:
     text = ast.unparse(module)
     for name in ("draft_token_num", "max_batch_size", "enable_overlap", "model_runner"):
         assert f"self.{name}" in text
-    assert "accept_tokens[:, 0] = predict" in text  # a row of all nodes for each request
+    assert "accept_tokens[:, 0] = predict" in text  # num_nodes entries for each request
     algorithms = class_of(module_of(folder, "sglang.srt.speculative.spec_registry"), "CustomSpecAlgo")
     assert {"is_ngram", "has_draft_kv", "handle_server_args", "create_worker"} <= set(algorithms)
 
 
-def test_the_group_is_the_one_that_sglang_reads() -> None:
+def test_sglang_entry_point_group_matches() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     group = project["entry-points"]["sglang.srt.plugins"]
@@ -321,7 +322,7 @@ def test_the_group_is_the_one_that_sglang_reads() -> None:
 
 
 class Registries(types.ModuleType):
-    """Stands for every module of SGLang that the plugin asks; its own hooks are used where they are."""
+    """A stub for every module of SGLang that the plugin imports."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -339,7 +340,7 @@ class Registries(types.ModuleType):
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Registries:
-    """An SGLang of registries alone, of the known version."""
+    """Install a stub of SGLang's registries, in the known version."""
     module = Registries("sglang")
     names = [
         "sglang", "sglang.srt", "sglang.srt.server_args", "sglang.srt.layers", "sglang.srt.layers.attention",
@@ -365,11 +366,11 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Registries:
 
     module.SpeculativeAlgorithm = Algorithms  # type: ignore[attr-defined]
     module.CustomSpecAlgo = type("CustomSpecAlgo", (), {"is_eagle": lambda self: False})  # type: ignore[attr-defined]
-    monkeypatch.setattr(hosts, "version", lambda package: sglang_plugin.VERSIONS[0])
+    monkeypatch.setattr(version_gate, "version", lambda package: sglang_plugin.VERSIONS[0])
     return module
 
 
-def test_takes_over_what_it_says(host: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_sglang_plugin_registers_all_parts(host: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         sglang_plugin.register()
     assert host.choices == ["specdec"] and set(host.backends) == {"specdec"}
@@ -386,7 +387,7 @@ def test_takes_over_what_it_says(host: Any, caplog: pytest.LogCaptureFixture) ->
     assert "specdec: SGLang 0.5.17 has the attention backend specdec; " in caplog.text
 
 
-def test_everything_that_is_hooked_is_there(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_hook_targets_exist(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specdec_kernels, "cuda_version", "13.0")
     sglang_plugin.register()
     hooked = [target for target, _, _ in host.hooks]
@@ -402,7 +403,7 @@ def test_everything_that_is_hooked_is_there(host: Any, monkeypatch: pytest.Monke
         assert last in (class_of(module, path[-1]) if is_method else defined(module)), target
 
 
-def test_drafts_of_other_backends_stay_sglangs(host: Any) -> None:
+def test_sglang_drafts_of_other_backends_are_untouched(host: Any) -> None:
     args = types.SimpleNamespace(
         speculative_draft_attention_backend=None, decode_attention_backend=None, prefill_attention_backend=None,
         attention_backend="fa3",
@@ -414,7 +415,7 @@ def test_drafts_of_other_backends_stay_sglangs(host: Any) -> None:
 
 
 @pytest.mark.parametrize("found", ["0.5.23", None])
-def test_an_unknown_version_starts_without_it_and_one_warning(
+def test_sglang_unknown_version_warns_once_and_changes_nothing(
     host: Any, found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def version(package: str) -> str:
@@ -422,7 +423,7 @@ def test_an_unknown_version_starts_without_it_and_one_warning(
             raise importlib.metadata.PackageNotFoundError(package)
         return found
 
-    monkeypatch.setattr(hosts, "version", version)
+    monkeypatch.setattr(version_gate, "version", version)
     sglang_plugin.register()
     assert not host.choices and not host.backends and not host.hooks and not host.algorithms
     assert [record.getMessage() for record in caplog.records] == [
@@ -430,14 +431,14 @@ def test_an_unknown_version_starts_without_it_and_one_warning(
     ]
 
 
-def test_a_variable_leaves_it_out(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_plugin_is_disabled_by_variable(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECDEC_SGLANG", "0")
     sglang_plugin.register()
     assert not host.choices and not host.hooks
 
 
-def test_sglangs_own_hooks_put_functions_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hook registry, by itself: a function is replaced where it is, and where it was imported to."""
+def test_sglang_hook_registry_replaces_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the hook registry alone: a function is replaced in its module and in modules that imported it."""
     path = sglang_sources() / "srt" / "plugins" / "hook_registry.py"
     spec = importlib.util.spec_from_file_location("hook_registry_of_sglang", path)
     assert spec is not None and spec.loader is not None
@@ -458,11 +459,11 @@ def test_sglangs_own_hooks_put_functions_everywhere(monkeypatch: pytest.MonkeyPa
 
 
 def vllm_sources() -> Path:
-    """Those that the functions and the proposer are written for."""
+    """Return the sources of the version that the proposer is written for."""
     return sources("vllm", "0.26.0")
 
 
-def test_vllm_calls_a_custom_proposer_as_ours_is() -> None:
+def test_vllm_custom_proposer_call_matches() -> None:
     module = module_of(vllm_sources(), "vllm.v1.worker.gpu_model_runner")
     branch = next(
         node
@@ -481,7 +482,7 @@ def test_vllm_calls_a_custom_proposer_as_ours_is() -> None:
     inspect.signature(vllm.NgramProposer.propose).bind(None, *call.args, **{str(w.arg): None for w in call.keywords})
 
 
-def test_vllm_keeps_asynchronous_scheduling_from_custom_proposers() -> None:
+def test_vllm_disables_async_scheduling_for_custom_proposers() -> None:
     text = ast.unparse(module_of(vllm_sources(), "vllm.config.vllm"))
     assert "Async scheduling not supported with %s-based speculative decoding and will be disabled." in text
 
@@ -495,7 +496,7 @@ def vllm_folder(request: pytest.FixtureRequest) -> Path:
 
 
 class Anything(types.ModuleType):
-    """Stands for a module of vLLM, and for what is in it, where nobody looks."""
+    """A stub for a module of vLLM, and for any name in it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -515,7 +516,7 @@ REAL = ("vllm.v1.attention.backend", "vllm.v1.attention.backends.registry", "vll
 
 
 class Stubs:
-    """Finds every module of vLLM as Anything, but for those of which the tests use the sources."""
+    """A finder that gives `Anything` for every module of vLLM except those in `REAL`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -547,14 +548,14 @@ def no_group() -> None:
 
 
 def modules_of_vllm() -> list[str]:
-    """Those that are imported, and ours that has its base classes."""
+    """Return the imported modules of vLLM, and ours that has its base classes."""
     ours = "specdec_kernels.compat.vllm.backend"
     return [name for name in sys.modules if name.partition(".")[0] == "vllm" or name == ours]
 
 
 @pytest.fixture
 def backend(vllm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """compat.vllm_backend on vLLM's own base classes."""
+    """Import compat.vllm.backend on vLLM's own base classes."""
     for name in modules_of_vllm():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Stubs(vllm_folder), *sys.meta_path])
@@ -565,7 +566,7 @@ def backend(vllm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def configuration(**changes: Any) -> dict[str, Any]:
-    """What vLLM asks a backend about a layer."""
+    """Return the arguments of `validate_configuration` for a layer."""
     fields: dict[str, Any] = {
         "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None, "use_mla": False,
         "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
@@ -574,8 +575,8 @@ def configuration(**changes: Any) -> dict[str, Any]:
     return fields | changes
 
 
-def test_vllm_takes_our_classes_for_its_own(backend: Any) -> None:
-    """Nothing abstract is left, and the methods have the arguments of those that they stand for."""
+def test_vllm_backend_classes_implement_interface(backend: Any) -> None:
+    """No method stays abstract, and overriding methods have the arguments of the base."""
     theirs = sys.modules["vllm.v1.attention.backend"]
     config = types.SimpleNamespace(
         scheduler_config=types.SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=8),
@@ -603,7 +604,7 @@ def test_vllm_takes_our_classes_for_its_own(backend: Any) -> None:
     assert {*read, "max_seq_len", "causal"} <= set(metadata)
 
 
-def test_vllm_refuses_by_name_what_the_backend_cannot_do(backend: Any) -> None:
+def test_vllm_backend_refuses_unsupported_configurations(backend: Any) -> None:
     validate = backend.SpecdecBackend.validate_configuration
     for changes in (
         {}, {"kv_cache_dtype": "fp8"}, {"block_size": 64}, {"has_sliding_window": True}, {"head_size": 256},
@@ -628,20 +629,20 @@ def test_vllm_refuses_by_name_what_the_backend_cannot_do(backend: Any) -> None:
         ({"use_pcp": True}, "PCP not supported"),
     ]:
         assert validate(**configuration(**change)) == [reason], change
-    # Versions that have no question for these leave them to the builder.
+    # Versions without these checks leave them to the builder.
     if hasattr(backend.SpecdecBackend, "supports_rswa"):
         assert validate(**configuration(use_dcp=True)) == ["DCP not supported"]
         assert validate(**configuration(use_rswa=True)) == ["R-SWA not supported"]
 
 
-def test_a_build_without_cuda_is_refused_by_name(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_backend_refuses_build_without_cuda(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "cuda_version", None)
     assert backend.SpecdecBackend.validate_configuration(**configuration()) == [
         "this build of specdec_kernels has no CUDA kernels"
     ]
 
 
-def test_the_cache_lies_as_vllms_own_backends_have_it(
+def test_vllm_cache_layout_matches_triton_backend(
     backend: Any, vllm_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = module_of(vllm_folder, "vllm.v1.attention.backends.triton_attn")
@@ -666,7 +667,7 @@ def test_the_cache_lies_as_vllms_own_backends_have_it(
         assert "dtype=torch.int32" in made
 
 
-def test_vllm_makes_layers_and_graphs_as_the_backend_takes_them_for_granted(vllm_folder: Path) -> None:
+def test_vllm_layers_and_graphs_match_assumptions(vllm_folder: Path) -> None:
     layers = ast.unparse(module_of(vllm_folder, "vllm.model_executor.layers.attention.attention"))
     assert (
         "impl_cls(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, "
@@ -674,21 +675,21 @@ def test_vllm_makes_layers_and_graphs_as_the_backend_takes_them_for_granted(vllm
     )
     assert "AttentionBackendEnum[self.attn_backend.get_name()]" in layers  # so the name is the member's
     runner = ast.unparse(module_of(vllm_folder, "vllm.v1.worker.gpu_model_runner"))
-    assert "max_seq_len = self.max_model_len" in runner  # of captures
+    assert "max_seq_len = self.max_model_len" in runner  # in captures
     assert "slot_mapping[num_tokens_unpadded:num_tokens_padded].fill_(-1)" in runner
     second = ast.unparse(module_of(vllm_folder, "vllm.v1.worker.gpu.model_states.default"))
     assert "if for_capture:\n            max_seq_len = self.max_model_len" in second
     speculation = ast.unparse(module_of(vllm_folder, "vllm.config.speculative"))
     assert "attention_backend: AttentionBackendEnum | None = None" in speculation
-    # The builder's block size is the one that slots count and the cache has.
+    # Builder, slot mapping and cache have the same block size.
     assert "copy_with_new_block_size(kernel_block_size)" in ast.unparse(module_of(vllm_folder, "vllm.v1.worker.utils"))
 
 
-def test_vllms_registry_gives_our_class(
+def test_vllm_registry_returns_our_class(
     backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for known in vllm_plugin.VERSIONS:
-        monkeypatch.setattr(hosts, "version", lambda package, known=known: f"{known}+cu130")
+        monkeypatch.setattr(version_gate, "version", lambda package, known=known: f"{known}+cu130")
         with caplog.at_level(logging.INFO):
             vllm_plugin.register()
         said = f"specdec: vLLM {known}+cu130 has the attention backend CUSTOM, for those who ask for it"
@@ -702,20 +703,20 @@ def test_vllms_registry_gives_our_class(
     assert registry.AttentionBackendEnum.CUSTOM.get_path() == "others.Backend"
 
 
-def test_the_entry_point_is_the_function_that_registers() -> None:
+def test_vllm_entry_point_is_register() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib came with Python 3.11")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["vllm.general_plugins"]["specdec"].partition(":")
     assert getattr(importlib.import_module(module), name) is vllm_plugin.register
 
 
-def test_the_group_is_the_one_that_vllm_reads(vllm_folder: Path) -> None:
+def test_vllm_entry_point_group_matches(vllm_folder: Path) -> None:
     plugins = ast.unparse(module_of(vllm_folder, "vllm.plugins"))
     assert "DEFAULT_PLUGINS_GROUP = 'vllm.general_plugins'" in plugins
 
 
-def test_registers_under_the_name_that_vllm_keeps_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as vLLM calls it, in a vLLM of a registry alone."""
+def test_vllm_plugin_registers_as_custom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registering twice is allowed; vLLM is a stub of its registry."""
     registry = types.ModuleType("vllm.v1.attention.backends.registry")
     paths: list[str] = []
     custom = types.SimpleNamespace(is_overridden=lambda: bool(paths), get_path=lambda: paths[-1])
@@ -723,14 +724,14 @@ def test_registers_under_the_name_that_vllm_keeps_for_others(monkeypatch: pytest
     registry.register_backend = lambda backend, path: paths.append(path)  # type: ignore[attr-defined]
     for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", registry.__name__):
         monkeypatch.setitem(sys.modules, name, registry)
-    monkeypatch.setattr(hosts, "version", lambda package: vllm_plugin.VERSIONS[0])
+    monkeypatch.setattr(version_gate, "version", lambda package: vllm_plugin.VERSIONS[0])
     vllm_plugin.register()
     vllm_plugin.register()
     assert set(paths) == {"specdec_kernels.compat.vllm.backend.SpecdecBackend"}
 
 
 @pytest.mark.parametrize("found", ["0.26.1", "0.34.0", None])
-def test_vllm_of_an_unknown_version_starts_without_it_and_one_warning(
+def test_vllm_unknown_version_warns_once_and_changes_nothing(
     found: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def version(package: str) -> str:
@@ -738,8 +739,8 @@ def test_vllm_of_an_unknown_version_starts_without_it_and_one_warning(
             raise importlib.metadata.PackageNotFoundError(package)
         return found
 
-    monkeypatch.setattr(hosts, "version", version)
-    monkeypatch.setitem(sys.modules, "vllm", None)  # nothing of it is imported
+    monkeypatch.setattr(version_gate, "version", version)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # importing vllm fails
     vllm_plugin.register()
     assert caplog.messages == [
         f"specdec: vLLM {found or 'of no known version'} is not known, expected one of 0.26.0, 0.27.0, 0.27.1, 0.28.0, "
@@ -747,11 +748,9 @@ def test_vllm_of_an_unknown_version_starts_without_it_and_one_warning(
     ]
 
 
-def test_a_variable_leaves_the_plugin_out_of_vllm(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_vllm_plugin_is_disabled_by_variable(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("SPECDEC_VLLM", "0")
-    monkeypatch.setattr(hosts, "version", lambda package: vllm_plugin.VERSIONS[0])
+    monkeypatch.setattr(version_gate, "version", lambda package: vllm_plugin.VERSIONS[0])
     monkeypatch.setitem(sys.modules, "vllm", None)
     vllm_plugin.register()
     assert not caplog.messages

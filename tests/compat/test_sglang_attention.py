@@ -1,4 +1,4 @@
-"""compat.sglang_attention: SGLang's passes over its own pools and tables, against what their masks say in float64."""
+"""compat.sglang.attention: passes over SGLang's pools and tables, against masked attention in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS, KV_HEADS, DIM, PLACES = 4, 2, 64, 48
 
 
 class Mode:
-    """SGLang's ForwardMode, as far as it is asked."""
+    """A stub of SGLang's ForwardMode."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,7 +32,7 @@ class Mode:
 
 
 class Pool:
-    """SGLang's pool of keys and values: a row for each token, of one layer; what may be read is written beforehand."""
+    """A stub of SGLang's KV pool of one layer, filled with random rows."""
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.k = torch.randn(rows, KV_HEADS, DIM).to(dtype).to(device)
@@ -52,7 +52,7 @@ class Pool:
 
 
 class Engine:
-    """A model runner of SGLang with some requests, whose tokens lie anywhere in the pool."""
+    """A stub of SGLang's model runner with some requests, whose tokens are scattered over the pool."""
 
     def __init__(self, lens: list[int], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.device = device
@@ -73,7 +73,7 @@ class Engine:
         return SimpleNamespace(**fields | changes)
 
     def places(self, first: Tensor, count: int) -> Tensor:
-        """[requests * count]: where rows first to first + count of each request lie."""
+        """Return [requests * count] pool indices of rows first to first + count of each request."""
         columns = first[:, None] + torch.arange(count, device=self.device)
         return self.req_to_token[self.rows].gather(1, columns).long().flatten()
 
@@ -96,7 +96,7 @@ def inputs(rows: int, device: torch.device, dtype: torch.dtype = torch.float32) 
 
 
 def expected(engine: Engine, q: Tensor, sees: list[Tensor], cap: float = 0.0, scale: float = 1.0) -> Tensor:
-    """Float64 attention of each query row over the places of the pool that it sees."""
+    """Compute float64 attention of each query row over the pool rows that it sees."""
     out = []
     for row, places in zip(q.double().view(-1, HEADS, DIM), sees, strict=True):
         k, v = (
@@ -123,7 +123,7 @@ def run(backend: Any, batch: Any, q: Tensor, k: Tensor, v: Tensor, which: Any = 
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize(("window", "cap"), [(-1, 0.0), (5, 0.0), (-1, 3.0)], ids=["plain", "window", "cap"])
-def test_decode(device: torch.device, graph: bool, window: int, cap: float) -> None:
+def test_decode_matches_float64(device: torch.device, graph: bool, window: int, cap: float) -> None:
     engine = Engine([1, 17, 30], device)
     backend = TreeAttention(engine.runner())
     batch = engine.batch(
@@ -137,7 +137,7 @@ def test_decode(device: torch.device, graph: bool, window: int, cap: float) -> N
 
 
 def prepare(backend: Any, batch: Any, graph: bool, replayed: Any = None) -> None:
-    """What SGLang calls before a pass: eagerly, or for a capture and then, with the batch's values, for a replay."""
+    """Call what SGLang calls before a pass: eagerly, or for a capture and then, with the batch's values, a replay."""
     if not graph:
         backend.init_forward_metadata(batch)
         return
@@ -148,8 +148,8 @@ def prepare(backend: Any, batch: Any, graph: bool, replayed: Any = None) -> None
     backend.init_forward_metadata_in_graph(batch)  # part of the graph, so it runs with the replay
 
 
-def test_prefill(device: torch.device) -> None:
-    """Requests with and without a cached beginning, and one that decodes among them."""
+def test_prefill_matches_float64(device: torch.device) -> None:
+    """Requests with and without a cached prefix, and one that decodes among them."""
     engine = Engine([9, 20, 4, 13], device)
     prefix, new = torch.tensor([0, 12, 3, 6], device=device), torch.tensor([9, 8, 1, 7], device=device)
     places = [engine.req_to_token[r, a : a + n] for r, a, n in zip(engine.rows, prefix, new, strict=True)]
@@ -169,7 +169,7 @@ def test_prefill(device: torch.device) -> None:
 
 
 def random_trees(requests: int, nodes: int) -> Tensor:
-    """[requests, nodes, nodes] bool: which nodes each sees, its ancestors and itself."""
+    """Return [requests, nodes, nodes] bool: each node sees its ancestors and itself."""
     seen = torch.zeros(requests, nodes, nodes, dtype=torch.bool)
     for tree in seen:
         for node in range(nodes):
@@ -180,7 +180,7 @@ def random_trees(requests: int, nodes: int) -> Tensor:
 
 
 def full_mask(seen: Tensor, lens: Tensor) -> Tensor:
-    """SGLang's other layout: rows over the sequence and then the tree; more behind all of them."""
+    """Return SGLang's other mask layout: rows over the sequence and then the tree, with unused entries at the end."""
     parts = [
         torch.cat([torch.ones(len(s), n, dtype=torch.bool), s.cpu()], 1).flatten()
         for s, n in zip(seen, lens.tolist(), strict=True)
@@ -191,7 +191,7 @@ def full_mask(seen: Tensor, lens: Tensor) -> Tensor:
 @pytest.mark.parametrize("nodes", [7, 64, 70])
 @pytest.mark.parametrize("layout", ["own", "tree", "full"])
 @pytest.mark.parametrize("graph", [False, True])
-def test_verification_of_trees(device: torch.device, nodes: int, layout: str, graph: bool) -> None:
+def test_verification_of_trees_matches_float64(device: torch.device, nodes: int, layout: str, graph: bool) -> None:
     engine = Engine([3, 21, 11], device)
     engine.req_to_token = torch.cat([engine.req_to_token, engine.req_to_token.flip(0), engine.req_to_token], 1)
     seen = random_trees(3, nodes).to(device)
@@ -222,8 +222,8 @@ def test_verification_of_trees(device: torch.device, nodes: int, layout: str, gr
     close(got, expected(engine, q, sees))
 
 
-def test_requests_that_fill_a_batch_up_change_nothing(device: torch.device) -> None:
-    """A graph of four requests replayed for two, whose masks come in the layout of the n-gram corpus."""
+def test_verification_ignores_padding_requests(device: torch.device) -> None:
+    """Replay a graph of four requests for two, with masks in the layout of the n-gram corpus."""
     engine, nodes = Engine([8, 15], device), 6
     seen = random_trees(2, nodes).to(device)
     backend = TreeAttention(engine.runner(), num_draft_tokens=nodes)
@@ -248,7 +248,7 @@ def test_requests_that_fill_a_batch_up_change_nothing(device: torch.device) -> N
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_draft_extend(device: torch.device, graph: bool) -> None:
+def test_draft_extend_matches_float64(device: torch.device, graph: bool) -> None:
     engine, width = Engine([10, 5, 22], device), 4
     backend = TreeAttention(engine.runner())
     batch = engine.batch(
@@ -273,8 +273,8 @@ def test_draft_extend(device: torch.device, graph: bool) -> None:
 
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize(("topk", "steps"), [(1, 4), (3, 4), (13, 6)])
-def test_draft_steps(device: torch.device, graph: bool, topk: int, steps: int) -> None:
-    """Each branch sees the prefix and what it wrote itself, whatever other branches wrote."""
+def test_draft_steps_match_float64(device: torch.device, graph: bool, topk: int, steps: int) -> None:
+    """Each branch sees the prefix and its own rows, and none of other branches."""
     engine = Engine([6, 19], device)
     engine.req_to_token = torch.cat([engine.req_to_token, engine.req_to_token.flip(0), engine.req_to_token], 1)
     container = TreeAttentionSteps(engine.runner(), topk, steps)
@@ -294,7 +294,7 @@ def test_draft_steps(device: torch.device, graph: bool, topk: int, steps: int) -
         close(got, expected(engine, q, sees))
 
 
-def test_pools_of_8_bits(device: torch.device) -> None:
+def test_decode_with_fp8_pool(device: torch.device) -> None:
     engine = Engine([12, 20], device, torch.float8_e4m3fn)
     backend = TreeAttention(engine.runner())
     batch = engine.batch(
@@ -308,34 +308,34 @@ def test_pools_of_8_bits(device: torch.device) -> None:
     torch.testing.assert_close(got.double(), expected(engine, q, sees, scale=0.5), rtol=2e-2, atol=2e-2)
 
 
-def said(call: Callable[[], Any]) -> str:
+def message_of(call: Callable[[], Any]) -> str:
     with pytest.raises(ValueError) as error:
         call()
     return str(error.value)
 
 
-def test_refuses_by_name() -> None:
+def test_attention_refuses_unsupported_models_and_layers_by_name() -> None:
     engine = Engine([4], torch.device("cpu"))
-    assert said(lambda: TreeAttention(engine.runner(use_mla_backend=True))) == (
+    assert message_of(lambda: TreeAttention(engine.runner(use_mla_backend=True))) == (
         "specdec: the model has latent attention (MLA), expected heads of keys and values"
     )
     encoder = SimpleNamespace(context_len=8, is_encoder_decoder=True)
-    assert said(lambda: TreeAttention(engine.runner(model_config=encoder))) == (
+    assert message_of(lambda: TreeAttention(engine.runner(model_config=encoder))) == (
         "specdec: the model has an encoder, expected a decoder alone"
     )
     several = SimpleNamespace(swa_kv_pool=None, full_kv_pool=None)
-    assert said(lambda: TreeAttention(engine.runner(token_to_kv_pool=several))) == (
+    assert message_of(lambda: TreeAttention(engine.runner(token_to_kv_pool=several))) == (
         "specdec: layers with windows have a pool of their own, expected one pool (sglang: --disable-hybrid-swa-memory)"
     )
     hybrid = SimpleNamespace(full_kv_pool=None)
-    assert said(lambda: TreeAttention(engine.runner(token_to_kv_pool=hybrid))) == (
+    assert message_of(lambda: TreeAttention(engine.runner(token_to_kv_pool=hybrid))) == (
         "specdec: layers of several kinds share the KV pool, expected attention alone"
     )
 
     def with_pool(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> str:
         pool = Pool(4, torch.float32, torch.device("cpu"))
         pool.k = pool.v = torch.zeros(shape, dtype=dtype)
-        return said(lambda: TreeAttention(engine.runner(token_to_kv_pool=pool)))
+        return message_of(lambda: TreeAttention(engine.runner(token_to_kv_pool=pool)))
 
     assert with_pool((4, 2, 96)) == (
         "specdec: keys have dimension 96 and values 96, expected one of (64, 128, 256) for both"
@@ -348,7 +348,7 @@ def test_refuses_by_name() -> None:
         "specdec: the KV pool holds float8_e5m2, expected float16, bfloat16, float32 or float8_e4m3fn"
     )
     assert (
-        said(lambda: TreeAttentionSteps(engine.runner(server_args=SimpleNamespace(page_size=16)), 4, 3))
+        message_of(lambda: TreeAttentionSteps(engine.runner(server_args=SimpleNamespace(page_size=16)), 4, 3))
         == "specdec: speculative_eagle_topk is 4 with page_size 16, expected page_size 1"
     )
 
@@ -360,7 +360,7 @@ def test_refuses_by_name() -> None:
 
     def with_layer(*, sinks: Any = None, **changes: Any) -> str:
         q, k, v = inputs(1, torch.device("cpu"))
-        return said(lambda: backend.forward_decode(q, k, v, layer(**changes), batch, sinks=sinks))
+        return message_of(lambda: backend.forward_decode(q, k, v, layer(**changes), batch, sinks=sinks))
 
     assert with_layer(sinks=torch.zeros(4)) == "specdec: layer 0 has sinks, expected plain attention"
     assert with_layer(is_cross_attention=True) == (

@@ -1,4 +1,4 @@
-"""compat.sglang against its contracts, written out in plain Python and float64."""
+"""compat.sglang.functions against references in plain Python and float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec_kernels.compat.sglang import functions as sglang
 
-CLOSE = 1e-5  # a coin as near as this to what decides may fall on either side
+CLOSE = 1e-5  # decisions closer than this are not compared
 
 POISON = 77
 
@@ -21,7 +21,7 @@ POISON = 77
 
 @dataclass
 class Drafts:
-    """Candidates as an EAGLE worker chooses them, of trees whose parents are always chosen too."""
+    """Candidates as an EAGLE worker selects them: the parent of a selected node is selected too."""
 
     parent_list: Tensor
     selected: Tensor
@@ -57,7 +57,7 @@ def random_drafts(batch: int, topk: int, depth: int, nodes: int, device: torch.d
 
 
 def reference_tree(drafts: Drafts, b: int) -> tuple[list[int], list[int]]:
-    """Parent and depth of each node; a node with none among those before it is at depth 0."""
+    """Return the parent and depth of each node; a node without a parent before it has depth 0."""
     parents, depths = [-1], [0]
     selected = drafts.selected[b].tolist()
     for i, candidate in enumerate(selected):
@@ -130,18 +130,18 @@ def expect_trees(drafts: Drafts, mode: int) -> None:
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize(("topk", "depth", "nodes"), [(1, 4, 5), (2, 3, 8), (4, 4, 11), (3, 5, 32), (1, 1, 2)])
-def test_build_tree(device: torch.device, mode: int, topk: int, depth: int, nodes: int) -> None:
+def test_build_tree_matches_reference(device: torch.device, mode: int, topk: int, depth: int, nodes: int) -> None:
     expect_trees(random_drafts(5, topk, depth, nodes, device), mode)
 
 
 @pytest.mark.parametrize("mode", [0, 1])
-def test_build_large_trees(device: torch.device, mode: int) -> None:
+def test_build_tree_of_large_trees(device: torch.device, mode: int) -> None:
     expect_trees(random_drafts(3, 8, 6, 67, device), mode)
     chain = random_drafts(2, 1, 200, 201, device)
     expect_trees(chain, mode)
 
 
-def test_build_of_nothing(device: torch.device) -> None:
+def test_build_tree_of_empty_inputs(device: torch.device) -> None:
     expect_trees(random_drafts(0, 2, 2, 4, device), 1)
     expect_trees(random_drafts(3, 2, 2, 1, device), 1)
     alone = random_drafts(2, 4, 1, 5, device)
@@ -151,7 +151,7 @@ def test_build_of_nothing(device: torch.device) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("mode", [0, 1, 2])
-def test_build_of_garbage(device: torch.device, mode: int) -> None:
+def test_build_tree_of_invalid_candidates(device: torch.device, mode: int) -> None:
     for _ in range(4):
         drafts = random_drafts(4, 3, 3, 9, device)
         for tensor in (drafts.parent_list, drafts.selected):
@@ -160,14 +160,14 @@ def test_build_of_garbage(device: torch.device, mode: int) -> None:
         expect_trees(drafts, mode)
 
 
-def test_positions_behind_the_longest_sequence_go_around(device: torch.device) -> None:
+def test_build_tree_positions_wrap_around(device: torch.device) -> None:
     drafts = random_drafts(1, 1, 4, 5, device)  # a chain
     drafts.seq_lens[:] = 2**63 - 2
     _, positions, *_ = build(drafts, 1)
     assert positions.tolist() == [2**63 - 2, 2**63 - 1, -(2**63), 1 - 2**63, 2 - 2**63]
 
 
-def test_build_with_lengths_that_do_not_fit_the_mask(device: torch.device) -> None:
+def test_build_tree_with_lengths_beyond_mask(device: torch.device) -> None:
     drafts = random_drafts(3, 2, 3, 6, device)
     drafts.seq_lens[:] = torch.tensor([3, 2**62, -5])
     n = drafts.nodes
@@ -182,7 +182,7 @@ def test_build_with_lengths_that_do_not_fit_the_mask(device: torch.device) -> No
 
 @dataclass
 class Walks:
-    """What every verify function is given, and what it writes."""
+    """Inputs and outputs of every verify function."""
 
     tokens: Tensor
     index: Tensor
@@ -215,7 +215,7 @@ def random_walks(batch: int, nodes: int, width: int, vocab: int, device: torch.d
 
 
 def expect_path(walks: Walks, b: int, path: list[int], emitted: list[int]) -> None:
-    """Accepted nodes, root first, and the token after each; nothing else is written."""
+    """Check the accepted nodes, root first, and the token after each; nothing else is written."""
     nodes, width = walks.tokens.shape[1], walks.accept_index.shape[1]
     assert walks.accept_num[b].item() == len(path) - 1
     assert walks.accept_index[b].tolist() == [b * nodes + i for i in path] + [POISON] * (width - len(path))
@@ -226,7 +226,7 @@ def expect_path(walks: Walks, b: int, path: list[int], emitted: list[int]) -> No
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(1, 1), (6, 6), (17, 4), (64, 9), (700, 30)])
-def test_verify_greedy(device: torch.device, nodes: int, width: int) -> None:
+def test_verify_greedy_matches_reference(device: torch.device, nodes: int, width: int) -> None:
     batch = 60 if nodes < 100 else 7
     walks = random_walks(batch, nodes, width, 4, device)
     targets = torch.randint(4, (batch, nodes)).to(device)
@@ -250,7 +250,7 @@ def test_verify_greedy(device: torch.device, nodes: int, width: int) -> None:
 def sampled_reference(
     walks: Walks, b: int, coins: Any, final: float, target: Tensor, draft: Tensor, single: float, acc: float
 ) -> tuple[list[int], list[int], float]:
-    """Path, tokens and how near the closest decision was; draft [nodes, V] is changed as the op changes it."""
+    """Return path, tokens and the margin of the closest decision; change draft [nodes, V] as the op does."""
     tokens, child, sibling = (x[b].tolist() for x in (walks.tokens, walks.child, walks.sibling))
     width, vocab = walks.accept_index.shape[1], target.shape[-1]
     path, emitted, near = [0], [], 1.0
@@ -289,7 +289,9 @@ def probabilities(*shape: int, zeros: float = 0.3) -> Tensor:
 
 @pytest.mark.parametrize(("single", "acc"), [(1.0, 1.0), (0.2, 0.5), (0.0, 0.0)])
 @pytest.mark.parametrize(("nodes", "width", "vocab"), [(1, 1, 5), (9, 9, 7), (20, 4, 33), (16, 6, 5003)])
-def test_tree_sampling(device: torch.device, nodes: int, width: int, vocab: int, single: float, acc: float) -> None:
+def test_tree_sampling_matches_reference(
+    device: torch.device, nodes: int, width: int, vocab: int, single: float, acc: float
+) -> None:
     batch, checked = 24, 0
     walks = random_walks(batch, nodes, width, min(vocab, 6), device)
     coins, finals = torch.rand(batch, nodes), torch.rand(batch)
@@ -312,10 +314,10 @@ def test_tree_sampling(device: torch.device, nodes: int, width: int, vocab: int,
     assert checked >= batch * 0.7
 
 
-def test_tree_sampling_takes_what_is_in_draft_probs(device: torch.device) -> None:
+def test_tree_sampling_subtracts_draft_probs(device: torch.device) -> None:
     walks = random_walks(1, 1, 2, 3, device)
     target = torch.tensor([[[0.5, 0.3, 0.2]]], device=device)
-    for final, want in ((0.0, 1), (0.55, 1), (0.65, 2)):  # what is left: 0, 0.3, 0.2
+    for final, want in ((0.0, 1), (0.55, 1), (0.65, 2)):  # residual: 0, 0.3, 0.2
         sglang.tree_speculative_sampling_target_only(
             *walks.outputs(), *walks.inputs(), torch.zeros(1, 1, device=device), torch.tensor([final], device=device),
             target, torch.tensor([[[0.9, 0.0, 0.0]]], device=device),
@@ -323,7 +325,7 @@ def test_tree_sampling_takes_what_is_in_draft_probs(device: torch.device) -> Non
         assert walks.predicts.tolist() == [want]
 
 
-def test_nothing_left_gives_the_last_token(device: torch.device) -> None:
+def test_tree_sampling_of_empty_residual_gives_last_token(device: torch.device) -> None:
     walks = random_walks(1, 1, 2, 3, device)
     nothing = torch.full((1, 1, 5), torch.nan, device=device)
     zeros = torch.zeros(1, 1, device=device)
@@ -334,8 +336,8 @@ def test_nothing_left_gives_the_last_token(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_garbage_stays_within_its_bounds(device: torch.device) -> None:
-    """Links that loop or leave the tree, rows and tokens out of range, probabilities that are none."""
+def test_verify_functions_stay_in_bounds_of_invalid_inputs(device: torch.device) -> None:
+    """Links that loop or leave the tree, rows and tokens out of range, invalid probabilities."""
     for _ in range(6):
         batch, nodes, width, vocab = 4, 9, 5, 21
         walks = random_walks(batch, nodes, width, vocab, device)
@@ -361,8 +363,8 @@ def test_garbage_stays_within_its_bounds(device: torch.device) -> None:
         assert ((walks.accept_num >= 0) & (walks.accept_num < width)).all()
 
 
-def test_both_devices_agree(device: torch.device) -> None:
-    """Also where a decision is too close to call, and for a vocabulary of a real model."""
+def test_tree_sampling_is_equal_on_both_devices(device: torch.device) -> None:
+    """Close decisions included, with the vocabulary size of a real model."""
     if device.type == "cpu":
         pytest.skip("compares CUDA with the CPU")
     batch, nodes, width, vocab = 16, 8, 8, 128256
@@ -386,7 +388,7 @@ def test_both_devices_agree(device: torch.device) -> None:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def test_messages() -> None:
+def test_sglang_functions_error_messages() -> None:
     walks = random_walks(2, 4, 3, 9, torch.device("cpu"))
     drafts = random_drafts(2, 2, 3, 5, torch.device("cpu"))
     with pytest.raises(ValueError) as error:

@@ -1,4 +1,4 @@
-"""compat.sglang_ngram: trees in the form of SGLang's n-gram worker, from texts as its requests hold them."""
+"""compat.sglang.ngram: trees in the form of SGLang's n-gram worker, from texts as its requests hold them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def batch(requests: list[Any], emitted: list[list[int]], nodes: int) -> Any:
     return SimpleNamespace(reqs=requests, spec_info=SimpleNamespace(accept_tokens=tokens.flatten(), accept_lens=lens))
 
 
-def test_trees_stand_behind_the_texts_so_far() -> None:
+def test_ngram_trees_continue_texts() -> None:
     nodes = 5
     trees = NgramTrees(nodes, 4, 100)
     first = request("a", [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1], [])
     other = request("b", [30, 31, 32], [])
-    # Overlapped, what a round gave is not among the outputs yet.
+    # With overlap, the outputs do not contain the last round's tokens yet.
     tokens, mask = trees.draft(batch([first, other], [[2, 3], [40]], nodes), overlap=True)
     tree, seen = tokens.reshape(2, nodes), mask.reshape(2, nodes, nodes)
     assert tokens.dtype == np.int64 and mask.dtype == np.bool_
@@ -39,7 +39,7 @@ def test_trees_stand_behind_the_texts_so_far() -> None:
     assert parents[:3] == [-1, 0, 0] and all(parent < i for i, parent in enumerate(parents))
 
 
-def test_texts_are_inserted_once_however_they_are_told() -> None:
+def test_ngram_trees_insert_each_text_once() -> None:
     nodes = 4
     trees = NgramTrees(nodes, 2, 100)
     req = request("a", [1, 2, 3], [])

@@ -1,4 +1,4 @@
-"""compat.sglang_rounds: what SGLang's rounds do between passes, against what its own functions give."""
+"""compat.sglang.rounds: the wrappers against the results of SGLang's own functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An SGLang of the few names that are asked for within calls."""
+    """Install a stub of SGLang with the names that are imported within calls."""
     module = ModuleType("sglang")
     spec = SimpleNamespace(speculative_algorithm="EAGLE3", speculative_attention_mode="prefill")
     found: dict[str, Any] = {
@@ -42,7 +42,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Pool:
-    """SGLang's pool of K and V: rows of each layer in a tensor of their own."""
+    """A stub of SGLang's KV pool: a tensor of K and one of V for each layer."""
 
     use_hnd = False
     use_native_move_kv_cache = False
@@ -62,11 +62,11 @@ class Pool:
         return torch.stack(self.buffers()).cpu()
 
 
-# --- rows that were accepted ------------------------------------------------------------------------------------------
+# --- KV rows of accepted tokens ---------------------------------------------------------------------------------------
 
 
 class Accepted:
-    """Paths that were accepted in trees of `nodes`, whose rows lie anywhere in the pool."""
+    """Accepted paths in trees of `nodes`, whose rows are scattered over the pool."""
 
     def __init__(self, bs: int, nodes: int, width: int, rows: int, device: torch.device, longest: int = 30) -> None:
         places = longest + nodes
@@ -89,7 +89,7 @@ class Accepted:
         )  # fmt: skip
 
     def expected(self, before: Tensor) -> Tensor:
-        """What SGLang does: all rows of all paths are read, then all are written."""
+        """Move rows as SGLang does: read all rows of all paths, then write them."""
         after = before.clone()
         for b, count in enumerate(self.num_correct.tolist()):
             for j in range(count + 1):
@@ -100,7 +100,7 @@ class Accepted:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("bs, nodes, width, layers", [(1, 32, 6, 36), (5, 9, 9, 1), (3, 70, 40, 2), (64, 8, 3, 3)])
-def test_rows_of_a_path_come_together(device: torch.device, bs: int, nodes: int, width: int, layers: int) -> None:
+def test_move_accept_tokens_compacts_paths(device: torch.device, bs: int, nodes: int, width: int, layers: int) -> None:
     rows = (bs + 2) * (30 + nodes) + 5
     pool, accepted = Pool(layers, rows, 16, device), Accepted(bs, nodes, width, rows, device)
     before = pool.whole()
@@ -109,8 +109,8 @@ def test_rows_of_a_path_come_together(device: torch.device, bs: int, nodes: int,
 
 
 @pytest.mark.sanitize
-def test_rows_without_a_place_stay(device: torch.device) -> None:
-    """Whatever the indices are, rows go to rows of the pool, and nothing beyond it is read or written."""
+def test_move_accept_tokens_skips_rows_out_of_range(device: torch.device) -> None:
+    """With any indices, rows go to rows of the pool, and nothing outside it is read or written."""
     for _ in range(10):
         pool, accepted = Pool(2, 200, 8, device), Accepted(4, 9, 5, 300, device)
         before = pool.whole()
@@ -124,7 +124,7 @@ def test_rows_without_a_place_stay(device: torch.device) -> None:
         assert all(row.numpy().tobytes() in known for row in after.view(torch.int16).flatten(0, 1))
 
 
-def test_no_rows_are_moved_without_requests(device: torch.device) -> None:
+def test_move_accept_tokens_accepts_empty_batch(device: torch.device) -> None:
     pool, accepted = Pool(1, 200, 8, device), Accepted(1, 9, 5, 200, device)
     before = pool.whole()
     accepted.index, accepted.num_correct = accepted.index[:0], accepted.num_correct[:0]
@@ -143,7 +143,7 @@ def test_no_rows_are_moved_without_requests(device: torch.device) -> None:
         (7, torch.zeros(2, 3), "move_accept_tokens: accept_index is float32, expected int32"),
     ],
 )
-def test_messages(at: int, value: Any, message: str) -> None:
+def test_move_accept_tokens_error_messages(at: int, value: Any, message: str) -> None:
     cpu = torch.device("cpu")
     pool, accepted = Pool(1, 200, 8, cpu), Accepted(2, 9, 5, 200, cpu)
     arguments = list(accepted.arguments(pool))
@@ -152,7 +152,7 @@ def test_messages(at: int, value: Any, message: str) -> None:
         sglang.move_accept_tokens(*arguments)
 
 
-def test_pools_of_other_rows_are_sglangs_to_move(engine: Any, device: torch.device) -> None:
+def test_move_accepted_leaves_other_pools_to_sglang(engine: Any, device: torch.device) -> None:
     accepted = Accepted(2, 9, 5, 200, device)
     batch = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(req_to_token=accepted.req_to_token), req_pool_indices=accepted.slots,
@@ -160,7 +160,7 @@ def test_pools_of_other_rows_are_sglangs_to_move(engine: Any, device: torch.devi
     )  # fmt: skip
 
     def moved(pool: Any) -> bool:
-        """Whether ours moved the rows, rightly; else SGLang was asked."""
+        """Return whether ours moved the rows, correctly; otherwise SGLang's function ran."""
         asked: list[Any] = []
         before = pool.whole()
         allocator = SimpleNamespace(get_kvcache=lambda: pool)
@@ -198,7 +198,7 @@ def server_args(**changes: Any) -> Any:
     return SimpleNamespace(**fields | changes)
 
 
-def test_draft_extend_is_as_wide_as_a_path(engine: Any) -> None:
+def test_accepted_width_is_that_of_a_path(engine: Any) -> None:
     def width(phase: str = "draft_extend", **changes: Any) -> int:
         return sglang_rounds.accepted_width(
             lambda *, phase, server_args: 8, phase=phase, server_args=server_args(**changes)
@@ -222,7 +222,7 @@ class DraftExtend(sglang_attention.TreeAttention):
         """Without an engine."""
 
 
-def test_draft_extend_reads_accepted_rows_alone(engine: Any) -> None:
+def test_extend_accepted_passes_accepted_rows_only(engine: Any) -> None:
     bs, nodes, width, dim = 3, 8, 3, 4
     hidden, tokens, places = torch.randn(bs * nodes, dim), torch.arange(bs * nodes).int(), torch.arange(bs * nodes) + 50
     worker = SimpleNamespace(
@@ -270,7 +270,7 @@ def test_draft_extend_reads_accepted_rows_alone(engine: Any) -> None:
 
 
 class Logits:
-    """A head of SGLang, its logits processor and the buffer of its graphs."""
+    """A stub of SGLang's head, its logits processor and the buffer of its graphs."""
 
     def __init__(self, device: torch.device, rows: int = 6, vocab: int = 40, dim: int = 16) -> None:
         self.head = SimpleNamespace(weight=torch.randn(vocab, dim, device=device).to(BF16), quant_method=None)
@@ -307,7 +307,7 @@ def sampling_info(**changes: Any) -> Any:
 
 
 def sampled(logits: Tensor, mask: Any = None, return_logprob: bool = False, **changes: Any) -> Tensor:
-    """The logits that SGLang's function gets."""
+    """Return the logits that SGLang's function gets."""
     batch = SimpleNamespace(sampling_info=sampling_info(**changes), return_logprob=return_logprob)
     output = SimpleNamespace(next_token_logits=logits)
     got: Tensor = sglang_rounds.sample(
@@ -316,56 +316,58 @@ def sampled(logits: Tensor, mask: Any = None, return_logprob: bool = False, **ch
     return got
 
 
-def test_logits_of_a_captured_verification_stay_narrow(engine: Any, capturing: None, device: torch.device) -> None:
-    made = Logits(device)
-    want = made.hidden @ made.head.weight.T
-    got = made.get()
+def test_verify_logits_keeps_dtype_in_capture(engine: Any, capturing: None, device: torch.device) -> None:
+    logits = Logits(device)
+    want = logits.hidden @ logits.head.weight.T
+    got = logits.get()
     assert got.dtype == BF16 and got.is_contiguous() and torch.equal(got, want)
-    assert got.data_ptr() == made.buffer.data_ptr()  # no memory of its own
+    assert got.data_ptr() == logits.buffer.data_ptr()  # no memory of its own
     assert torch.equal(got.argmax(-1), want.float().argmax(-1))
     assert sampled(got[:4]) is not None and sampled(got[:4]).dtype == BF16
-    # Whatever is not greedy gets what SGLang has: the same numbers in its buffer, in float32.
+    # Every other batch gets SGLang's logits: the same values in its buffer, in float32.
     for changes in (
         {"is_all_greedy": False}, {"acc_additive_penalties": 1}, {"acc_scaling_penalties": 1}, {"logit_bias": 1},
         {"mask": object()}, {"return_logprob": True},
     ):  # fmt: skip
-        wide = sampled(made.get()[:4], **changes)
+        wide = sampled(logits.get()[:4], **changes)
         assert wide.dtype == torch.float32 and torch.equal(wide, want[:4].float())
-        assert wide.data_ptr() == made.buffer.data_ptr()
+        assert wide.data_ptr() == logits.buffer.data_ptr()
     # A smaller graph of the same buffer, then the larger again.
     few = Logits(device)
-    few.head, few.buffer = made.head, made.buffer
-    few.metadata.next_token_logits_buffer, few.hidden = made.buffer[:2], made.hidden[:2]
+    few.head, few.buffer = logits.head, logits.buffer
+    few.metadata.next_token_logits_buffer, few.hidden = logits.buffer[:2], logits.hidden[:2]
     assert torch.equal(sampled(few.get(), is_all_greedy=False), want[:2].float())
-    assert torch.equal(sampled(made.get(), is_all_greedy=False), want.float())
+    assert torch.equal(sampled(logits.get(), is_all_greedy=False), want.float())
 
 
-def test_other_logits_are_sglangs(engine: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_verify_logits_leaves_other_cases_to_sglang(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     assert Logits(device).get().dtype == torch.float32  # no capture
     monkeypatch.setattr(sglang_rounds, "is_capturing", lambda: True)
     for name, value in {
         "do_tensor_parallel_all_gather": True, "logit_scale": 2.0, "final_logit_softcapping": 30.0,
         "use_fp32_lm_head": True, "rl_on_policy_target": "fsdp", "vocab_size": 39,
     }.items():  # fmt: skip
-        made = Logits(device)
-        setattr(made.processor, name, value)
-        assert made.get().dtype == torch.float32, name
-    made = Logits(device)
-    made.head.quant_method = "fp8"
-    assert made.get().dtype == torch.float32
-    made = Logits(device)
-    made.head.set_lora = None
-    assert made.get().dtype == torch.float32
-    made = Logits(device)
-    made.metadata.forward_mode = SimpleNamespace(is_target_verify=lambda: False)
-    assert made.get().dtype == torch.float32
-    made = Logits(device)
-    made.metadata.next_token_logits_buffer = None
-    assert made.get().dtype == torch.float32
-    made = Logits(device)
-    made.metadata.next_token_logits_buffer = made.buffer  # of more rows
-    assert made.get().dtype == torch.float32
+        logits = Logits(device)
+        setattr(logits.processor, name, value)
+        assert logits.get().dtype == torch.float32, name
+    logits = Logits(device)
+    logits.head.quant_method = "fp8"
+    assert logits.get().dtype == torch.float32
+    logits = Logits(device)
+    logits.head.set_lora = None
+    assert logits.get().dtype == torch.float32
+    logits = Logits(device)
+    logits.metadata.forward_mode = SimpleNamespace(is_target_verify=lambda: False)
+    assert logits.get().dtype == torch.float32
+    logits = Logits(device)
+    logits.metadata.next_token_logits_buffer = None
+    assert logits.get().dtype == torch.float32
+    logits = Logits(device)
+    logits.metadata.next_token_logits_buffer = logits.buffer  # of more rows
+    assert logits.get().dtype == torch.float32
     engine.spec.speculative_algorithm = "DFLASH"
     assert Logits(device).get().dtype == torch.float32
-    foreign = torch.randn(3, 8).to(BF16)  # is not ours to widen
+    foreign = torch.randn(3, 8).to(BF16)  # not marked: stays as it is
     assert sampled(foreign, is_all_greedy=False) is foreign

@@ -1,4 +1,4 @@
-"""compat.vllm_attention: passes with metadata as vLLM gives it, over its own cache, against float64."""
+"""compat.vllm.attention: passes with vLLM's metadata over its cache, against float64."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ def spec(page_size: int = 16, **changes: Any) -> Any:
 
 
 def empty_cache(layout: str, page_size: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[blocks, kv_heads, page_size, 2 D], full of NaN, as vLLM lays it out: by rows, by heads, or with padded pages."""
+    """Return [blocks, kv_heads, page_size, 2 D] of NaN in a layout of vLLM: by rows, by heads, or with padded pages."""
     row = 2 * DIM
-    numbers = page_size * kv_heads * row
-    page = numbers + (64 if layout == "padded" else 0)
+    page = page_size * kv_heads * row + (64 if layout == "padded" else 0)
     memory = torch.full((BLOCKS * page,), torch.nan, device=device).to(dtype)
     inner = (page_size * row, row) if layout == "HND" else (row, kv_heads * row)
     return memory.as_strided((BLOCKS, kv_heads, page_size, row), (page, *inner, 1))
 
 
 class Runner:
-    """A model runner of vLLM, as far as attention sees it: its buffers, and requests with KV in a cache."""
+    """A stub of vLLM's model runner: its buffers, and requests with KV in a cache."""
 
     def __init__(
         self,
@@ -56,8 +55,8 @@ class Runner:
         **options: Any,
     ) -> None:
         self.device, self.page_size, self.heads, self.kv_heads, self.dtype = device, page_size, heads, kv_heads, dtype
-        self.small = kv_cache_dtype.startswith("fp8")
-        stored = torch.float8_e4m3fn if self.small else dtype
+        self.is_fp8 = kv_cache_dtype.startswith("fp8")
+        stored = torch.float8_e4m3fn if self.is_fp8 else dtype
         self.cache = empty_cache(layout, page_size, kv_heads, stored, device)
         blocks = -(-MAX_LEN // page_size)
         self.query_start_loc = torch.zeros(MAX_REQUESTS + 1, dtype=torch.int32, device=device)
@@ -72,10 +71,10 @@ class Runner:
         )  # fmt: skip
 
     def batch(self, lens: list[tuple[int, int]], *, tokens: int | None = None, requests: int | None = None) -> Any:
-        """What a pass is described by: for each request what it has and what is new, padded to tokens and requests."""
+        """Return the metadata of a pass: cached and new tokens of each request, padded to `tokens` and `requests`."""
         batch, new = len(lens), sum(n for _, n in lens)
         tokens, requests = tokens or new, requests or batch
-        blocks = iter((torch.randperm(BLOCKS - 1) + 1).tolist())  # block 0 is nobody's
+        blocks = iter((torch.randperm(BLOCKS - 1) + 1).tolist())  # block 0 is unused
         self.query_start_loc.fill_(new)
         self.seq_lens.zero_()
         self.block_table.fill_(0)
@@ -86,16 +85,16 @@ class Runner:
             self.seq_lens[b] = has + count
             used = -(-(has + count) // self.page_size)
             self.block_table[b, :used] = torch.tensor([next(blocks) for _ in range(used)])
-            self.block_table[b, used:] = BLOCKS + 7  # stale numbers, behind what it has
+            self.block_table[b, used:] = BLOCKS + 7  # stale entries after its blocks
             self.slot_mapping[start : start + count] = self.slots(b)[has:].long()
             start += count
         for b in range(batch):
             before = self.slots(b)[: lens[b][0]]
             self.store(before, *(self.floats(len(before), self.kv_heads) for _ in range(2)))
-        return self.described(tokens, requests, max(has + count for has, count in lens))
+        return self.metadata(tokens, requests, max(has + count for has, count in lens))
 
-    def described(self, tokens: int, requests: int, longest: int) -> Any:
-        """vLLM's CommonAttentionMetadata, without what a pass may not wait for."""
+    def metadata(self, tokens: int, requests: int, longest: int) -> Any:
+        """Return vLLM's CommonAttentionMetadata, without host values that a pass must not wait for."""
         return SimpleNamespace(
             query_start_loc=self.query_start_loc[: requests + 1],
             seq_lens=self.seq_lens[:requests],
@@ -111,44 +110,44 @@ class Runner:
         return torch.randn(rows, heads, DIM).to(self.dtype).to(self.device)
 
     def slots(self, b: int) -> Tensor:
-        """Of each token of a request its place in the cache."""
+        """Return the slot of each token of a request."""
         place = torch.arange(int(self.seq_lens[b]), device=self.device)
         return self.block_table[b, place // self.page_size] * self.page_size + place % self.page_size
 
     def store(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        if self.small:
+        if self.is_fp8:
             k, v = (k.float() / LAYER._k_scale_float), (v.float() / LAYER._v_scale_float)
         rows = torch.cat([k, v], -1).to(self.cache.dtype)
         for slot, row in zip(slots.tolist(), rows, strict=True):
             self.cache[slot // self.page_size, :, slot % self.page_size] = row
 
     def stored(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """[tokens, kv_heads, D] each, float64."""
+        """Return keys and values [tokens, kv_heads, D] in float64."""
         rows = torch.stack([self.cache[s // self.page_size, :, s % self.page_size] for s in slots.tolist()]).double()
         k, v = rows.split(DIM, -1)
-        return (k * LAYER._k_scale_float, v * LAYER._v_scale_float) if self.small else (k, v)
+        return (k * LAYER._k_scale_float, v * LAYER._v_scale_float) if self.is_fp8 else (k, v)
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of `tokens` rows, side by side as projections make them."""
+        """Return query, key and value of `tokens` rows, as views of one fused projection."""
         rows = self.floats(tokens, self.heads + 2 * self.kv_heads)
         q, k, v = rows.split([self.heads, self.kv_heads, self.kv_heads], 1)
         return q, k, v
 
     def run(self, rows: Rows, q: Tensor, k: Tensor | None, v: Tensor | None) -> Tensor:
         out = torch.full((len(q), self.heads, DIM), 77.0).to(self.dtype).to(self.device)
-        cache = self.cache.view(torch.uint8) if self.small else self.cache
+        cache = self.cache.view(torch.uint8) if self.is_fp8 else self.cache
         got = self.attention.forward(LAYER, q, k, v, cache, rows, out)
         assert got is out
         return out
 
     def expected(self, q: Tensor, k: Tensor, v: Tensor, lens: list[tuple[int, int]]) -> Tensor:
-        """Float64 attention of each row over what stands in the cache now, after a look at what was written."""
+        """Check the written KV, and return float64 attention of each row over the cache."""
         out, start = [], 0
         window, cap = self.options.get("window"), self.options.get("cap")
         for b, (has, count) in enumerate(lens):
             keys, values = self.stored(self.slots(b))
             new = slice(start, start + count)
-            bound = {"rtol": 0.07, "atol": 0.01} if self.small else {"rtol": 0.0, "atol": 0.0}
+            bound = {"rtol": 0.07, "atol": 0.01} if self.is_fp8 else {"rtol": 0.0, "atol": 0.0}
             torch.testing.assert_close(keys[has:], k[new].double(), **bound)
             torch.testing.assert_close(values[has:], v[new].double(), **bound)
             for j in range(count):
@@ -164,7 +163,7 @@ class Runner:
 
 
 def check(runner: Runner, lens: list[tuple[int, int]]) -> None:
-    """One pass, behind whose rows there are others that are nobody's; nothing but its own slots is written."""
+    """Check one pass with padding rows at the end; only its own slots are written."""
     common = runner.batch(lens)
     rows = runner.builder.build(0, common)
     before, tokens = runner.cache.clone().float(), common.num_actual_tokens
@@ -183,34 +182,34 @@ def close(runner: Runner, got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.double(), want, rtol=bound[0], atol=bound[1])
 
 
-MIXED = [(0, 9), (40, 1), (17, 5), (31, 1), (12, 12)]  # prefill, decoding, verification, and a prompt's second chunk
+MIXED = [(0, 9), (40, 1), (17, 5), (31, 1), (12, 12)]  # prefill, decode, verification, a prompt's second chunk
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64])
 @pytest.mark.parametrize("layout", ["NHD", "HND", "padded"])
-def test_mixed_batches(device: torch.device, page_size: int, layout: str) -> None:
+def test_attention_of_mixed_batches(device: torch.device, page_size: int, layout: str) -> None:
     check(Runner(device, page_size=page_size, layout=layout), MIXED)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1), (12, 4)])
-def test_groups_of_heads(device: torch.device, heads: int, kv_heads: int) -> None:
+def test_attention_with_grouped_heads(device: torch.device, heads: int, kv_heads: int) -> None:
     check(Runner(device, heads=heads, kv_heads=kv_heads), MIXED)
 
 
 @pytest.mark.parametrize(
     "lens", [[(21, 1)], [(0, 30)], [(33, 6)], [(5, 1), (60, 1), (1, 1)], [(9, 4), (50, 4)], [(0, 1)]], ids=str
 )
-def test_batches_of_one_kind(device: torch.device, lens: list[tuple[int, int]]) -> None:
+def test_attention_of_uniform_batches(device: torch.device, lens: list[tuple[int, int]]) -> None:
     check(Runner(device), lens)
 
 
 @pytest.mark.parametrize(("window", "cap"), [(1, None), (8, None), (20, None), (None, 3.0), (8, 3.0)])
-def test_windows_and_caps(device: torch.device, window: int | None, cap: float | None) -> None:
+def test_attention_with_windows_and_soft_caps(device: torch.device, window: int | None, cap: float | None) -> None:
     check(Runner(device, window=window, cap=cap), MIXED)
 
 
-def test_blocks_before_the_window_are_given_back(device: torch.device) -> None:
-    """vLLM has block 0 stand for them, in which anything may be."""
+def test_attention_ignores_freed_blocks_before_window(device: torch.device) -> None:
+    """In vLLM's tables, block 0, whose content is arbitrary, replaces freed blocks."""
     runner = Runner(device, window=8)
     common = runner.batch([(60, 2), (100, 1)])
     rows = runner.builder.build(0, common)
@@ -221,23 +220,23 @@ def test_blocks_before_the_window_are_given_back(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_dtypes(device: torch.device, dtype: torch.dtype) -> None:
+def test_attention_of_16_bit_dtypes(device: torch.device, dtype: torch.dtype) -> None:
     check(Runner(device, dtype=dtype), MIXED)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3"])
-def test_caches_of_8_bits(device: torch.device, kv_cache_dtype: str) -> None:
+def test_attention_with_fp8_caches(device: torch.device, kv_cache_dtype: str) -> None:
     check(Runner(device, kv_cache_dtype=kv_cache_dtype, dtype=torch.bfloat16), MIXED)
 
 
 @pytest.mark.parametrize("replayed", [[(21, 1), (5, 1)], [(3, 2), (40, 6)], [(0, 11)], MIXED[:3]], ids=str)
-def test_a_capture_serves_every_batch_that_fits(device: torch.device, replayed: list[tuple[int, int]]) -> None:
-    """A graph keeps the metadata that it was captured with; a replay finds its values in the same places."""
+def test_captured_metadata_serves_smaller_batches(device: torch.device, replayed: list[tuple[int, int]]) -> None:
+    """A graph keeps its captured metadata; a replay finds new values at the same addresses."""
     runner = Runner(device)
     tokens, requests = 16, 4
     runner.query_start_loc.copy_(torch.tensor([0, 4, 8, 12, 16, 16, 16]))
     runner.seq_lens[:requests] = 4
-    captured = runner.builder.build(0, runner.described(tokens, requests, MAX_LEN))
+    captured = runner.builder.build(0, runner.metadata(tokens, requests, MAX_LEN))
     common = runner.batch(replayed, tokens=tokens, requests=requests)
     runner.builder.build(0, common)
     q, k, v = runner.inputs(tokens)
@@ -247,10 +246,10 @@ def test_a_capture_serves_every_batch_that_fits(device: torch.device, replayed: 
     assert (got[new:] == 0).all()
 
 
-def test_one_request_and_none_in_a_capture_of_one(device: torch.device) -> None:
+def test_captured_metadata_serves_one_request_and_none(device: torch.device) -> None:
     runner = Runner(device)
-    captured = runner.builder.build(0, runner.described(8, 1, MAX_LEN))
-    assert captured.max_kv_len is None  # the longest that may be says nothing of those that come
+    captured = runner.builder.build(0, runner.metadata(8, 1, MAX_LEN))
+    assert captured.max_kv_len is None  # a capture's bound says nothing about later batches
     common = runner.batch([(30, 5)], tokens=8, requests=1)
     runner.builder.build(0, common)
     q, k, v = runner.inputs(8)
@@ -264,8 +263,8 @@ def test_one_request_and_none_in_a_capture_of_one(device: torch.device) -> None:
     assert (runner.run(captured, q, k, v) == 0).all()
 
 
-def test_draft_steps_go_on_in_place(device: torch.device) -> None:
-    """As vLLM has them in one graph from 0.28 on: its own kernels change lengths and slots, and the builder is told."""
+def test_draft_steps_update_metadata_in_place(device: torch.device) -> None:
+    """Since 0.28, vLLM captures them in one graph: its kernels change lengths and slots, then it calls the builder."""
     runner = Runner(device)
     lens = [(20, 1), (37, 1)]
     rows = runner.builder.build(0, runner.batch(lens))
@@ -279,8 +278,8 @@ def test_draft_steps_go_on_in_place(device: torch.device) -> None:
         runner.builder.update_draft_decode_metadata(rows)
 
 
-def test_a_draft_beyond_the_longest_sequence_is_written_nowhere(device: torch.device) -> None:
-    """vLLM gives it the length 1 and no slot."""
+def test_draft_beyond_max_model_len_is_not_written(device: torch.device) -> None:
+    """The length is 1 and the slot -1 in vLLM's buffers."""
     runner = Runner(device)
     common = runner.batch([(20, 1), (30, 1)])
     runner.seq_lens[1], runner.slot_mapping[1] = 1, -1
@@ -293,7 +292,7 @@ def test_a_draft_beyond_the_longest_sequence_is_written_nowhere(device: torch.de
     torch.testing.assert_close(got[1].double(), first[0].repeat_interleave(2, 0), rtol=2e-4, atol=2e-5)
 
 
-def test_layers_that_share_a_cache_write_nothing(device: torch.device) -> None:
+def test_attention_of_shared_cache_writes_nothing(device: torch.device) -> None:
     runner = Runner(device)
     lens = [(20, 2), (3, 1)]
     rows = runner.builder.build(0, runner.batch(lens))
@@ -307,8 +306,8 @@ def test_layers_that_share_a_cache_write_nothing(device: torch.device) -> None:
     assert torch.equal(runner.cache.nan_to_num(), before.nan_to_num())
 
 
-def test_more_requests_and_tokens_than_any_graph_has(device: torch.device) -> None:
-    """Local attention makes a request of each chunk, a drafter adds rows."""
+def test_builder_serves_more_rows_than_its_buffers(device: torch.device) -> None:
+    """Chunked local attention makes a request of each chunk, and a drafter adds rows."""
     runner = Runner(device)
     runner.builder = RowsBuilder(
         spec(), ["layer"],
@@ -320,29 +319,29 @@ def test_more_requests_and_tokens_than_any_graph_has(device: torch.device) -> No
     assert again.prefix_lens.data_ptr() == kept.prefix_lens.data_ptr()
 
 
-def test_while_memory_is_measured_there_is_no_metadata(device: torch.device) -> None:
+def test_attention_without_metadata_gives_zeros(device: torch.device) -> None:
     runner = Runner(device)
     q, k, v = runner.inputs(4)
     out = torch.full_like(q, 5.0)
     assert (runner.attention.forward(LAYER, q, k, v, torch.empty(0, device=device), None, out) == 0).all()
 
 
-def test_a_workspace_keeps_what_it_handed_out() -> None:
+def test_workspace_keeps_earlier_buffers() -> None:
     workspace = RowsBuilder(spec(), [], config(), torch.device("cpu")).workspace
-    small, large = workspace.of(100), workspace.of(1000)
-    assert workspace.of(10) is large and large.numel() >= 1000 and small.numel() >= 100
-    assert any(held is small for held in workspace._held)
+    small, large = workspace.get(100), workspace.get(1000)
+    assert workspace.get(10) is large and large.numel() >= 1000 and small.numel() >= 100
+    assert any(each is small for each in workspace._buffers)
 
 
-def said(call: Callable[[], Any]) -> str:
+def message_of(call: Callable[[], Any]) -> str:
     with pytest.raises(ValueError) as error:
         call()
     return str(error.value)
 
 
-def test_refuses_engines_by_name() -> None:
+def test_builder_refuses_unsupported_engines_by_name() -> None:
     def builder(kv_cache_spec: Any = None, **changes: Any) -> str:
-        return said(lambda: RowsBuilder(kv_cache_spec or spec(), [], config(**changes), torch.device("cpu")))
+        return message_of(lambda: RowsBuilder(kv_cache_spec or spec(), [], config(**changes), torch.device("cpu")))
 
     assert builder(spec(head_size_v=32)) == "specdec: keys have dimension 64 and values 32, expected one for both"
     several = SimpleNamespace(decode_context_parallel_size=2, prefill_context_parallel_size=1)
@@ -357,9 +356,9 @@ def test_refuses_engines_by_name() -> None:
     )
 
 
-def test_refuses_layers_and_passes_by_name() -> None:
+def test_attention_refuses_unsupported_layers_and_passes_by_name() -> None:
     def layer(**changes: Any) -> str:
-        return said(lambda: PagedAttention(4, DIM, 1.0, 2, **changes))
+        return message_of(lambda: PagedAttention(4, DIM, 1.0, 2, **changes))
 
     assert layer(sinks=torch.zeros(4)) == "specdec: a layer has sinks, expected plain attention"
     assert layer(alibi_slopes=[0.5] * 4) == "specdec: a layer has alibi_slopes, expected plain attention"
@@ -371,21 +370,21 @@ def test_refuses_layers_and_passes_by_name() -> None:
     rows = runner.builder.build(0, common)
     q, k, v = runner.inputs(1)
     scale = torch.ones(())
-    assert said(lambda: runner.attention.forward(LAYER, q, k, v, runner.cache, rows, q.clone(), scale)) == (
+    assert message_of(lambda: runner.attention.forward(LAYER, q, k, v, runner.cache, rows, q.clone(), scale)) == (
         "specdec: output_scale is given, expected None"
     )
     runner.cache = runner.cache[:, :, :8]
-    assert said(lambda: runner.run(rows, q, k, v)) == (
+    assert message_of(lambda: runner.run(rows, q, k, v)) == (
         "specdec: the KV cache has shape [64, 2, 8, 128], expected [blocks, 2, 16, 128], keys and values side by side"
     )
     for causal in (False, torch.ones(1, dtype=torch.bool)):
         common.causal = causal
-        assert said(lambda: runner.builder.build(0, common)) == (
+        assert message_of(lambda: runner.builder.build(0, common)) == (
             "specdec: attention is not causal, expected rows that see what is before them"
         )
 
 
-def test_refuses_combinations_by_name() -> None:
+def test_refusal_names_unsupported_combinations() -> None:
     assert refusal(torch.bfloat16, "auto", "13.0") is None
     assert refusal(torch.bfloat16, "bfloat16", "13.0") is None
     assert refusal(torch.bfloat16, "fp8", "13.0") is None

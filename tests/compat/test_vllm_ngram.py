@@ -22,7 +22,7 @@ def proposer(drafts: int = 4, max_len: int = 64, requests: int = 4, **options: A
 
 
 class Batch:
-    """Texts as vLLM holds them: rows that are overwritten in place."""
+    """Texts as in vLLM's buffers: rows that are overwritten in place."""
 
     def __init__(self, rows: int, max_len: int = 64) -> None:
         self.tokens = np.full((rows, max_len), 999, np.int32)
@@ -47,17 +47,17 @@ def test_proposer_drafts_what_followed_before() -> None:
     assert drafts[0][:2] == [31, 32] and drafts[1] == [] and drafts[2][0] == 32
 
 
-def test_proposer_notices_another_request_in_a_row() -> None:
+def test_proposer_detects_new_request_in_row() -> None:
     drafter, batch = proposer(), Batch(1)
     batch.put(0, [1, 2, 3, 4])
     drafter.propose([[4]], batch.lengths, batch.tokens)
     batch.put(0, [5, 6, 2])
-    assert drafter.propose([[2]], batch.lengths, batch.tokens)[0][:2] == [3, 4]  # the old text stays findable
+    assert drafter.propose([[2]], batch.lengths, batch.tokens)[0][:2] == [3, 4]  # the old text can still be matched
     batch.put(0, [5, 6, 2, 9, 5])
     assert drafter.propose([[9, 5]], batch.lengths, batch.tokens)[0][:2] == [6, 2]
 
 
-def test_proposer_stops_at_the_longest_text() -> None:
+def test_proposer_stops_at_max_model_len() -> None:
     drafter, batch = proposer(drafts=8, max_len=10), Batch(1, 10)
     batch.put(0, [1, 2, 3, 4, 5, 6, 1, 2])
     assert drafter.propose([[2]], batch.lengths, batch.tokens) == [[3, 4]]
@@ -65,7 +65,7 @@ def test_proposer_stops_at_the_longest_text() -> None:
     assert drafter.propose([[4]], batch.lengths, batch.tokens) == [[]]
 
 
-def test_proposer_honours_the_shortest_match() -> None:
+def test_proposer_honors_prompt_lookup_min() -> None:
     drafter, batch = proposer(prompt_lookup_min=3), Batch(1)
     batch.put(0, [1, 2, 3, 9, 2, 3])
     assert drafter.propose([[3]], batch.lengths, batch.tokens) == [[]]
@@ -74,8 +74,8 @@ def test_proposer_honours_the_shortest_match() -> None:
 
 
 @pytest.mark.parametrize(("requests", "drafted"), [(1, 6), (9, 6), (64, 3)])
-def test_proposer_drafts_what_is_worth_its_rows(requests: int, drafted: int) -> None:
-    """Of a match of one token each draft is accepted by 3/5 of the one before: 0.216 is above 64/(330 + 64), 0.13 not."""
+def test_proposer_ends_chains_below_acceptance_threshold(requests: int, drafted: int) -> None:
+    """After a match of one token, acceptance falls by 3/5 a draft: 0.216 is above 64 / (330 + 64), 0.13 is not."""
     drafter, batch = proposer(drafts=6, requests=requests), Batch(requests)
     for row in range(requests):
         known = list(range(100 * row, 100 * row + 20))
@@ -83,20 +83,20 @@ def test_proposer_drafts_what_is_worth_its_rows(requests: int, drafted: int) -> 
     sampled = [[100 * row + 3] for row in range(requests)]
     drafts = drafter.propose(sampled, batch.lengths, batch.tokens)
     assert drafts == [list(range(100 * row + 4, 100 * row + 4 + drafted)) for row in range(requests)]
-    for row in range(requests):  # and of a match of many tokens all are
+    for row in range(requests):  # after a match of many tokens, all are drafted
         known = list(range(100 * row, 100 * row + 20))
         batch.put(row, [*known, 100 * row + 50, *known[3:14]])
     drafts = drafter.propose([list(batch.tokens[row, 22:32]) for row in range(requests)], batch.lengths, batch.tokens)
     assert drafts == [list(range(100 * row + 14, 100 * row + 20)) for row in range(requests)]
 
 
-def test_proposer_follows_requests_that_move_wait_and_come_back() -> None:
-    """However the rows of the batch change, each text is inserted once, and drafted from at its end."""
+def test_proposer_follows_moved_and_preempted_requests() -> None:
+    """Each text is inserted once and continued at its end, however the rows of the batch change."""
     random = np.random.default_rng(5)
     drafter, batch = proposer(max_len=200, requests=6), Batch(6, 200)
-    texts: list[list[int]] = []  # of the requests that run, in the order of their rows
+    texts: list[list[int]] = []  # of running requests, in the order of their rows
     waiting: list[list[int]] = []  # preempted
-    begun, told = 0, {}
+    begun, lengths = 0, {}
     for turn in range(120):
         for row in reversed(range(len(texts))):
             event = random.random()
@@ -109,7 +109,7 @@ def test_proposer_follows_requests_that_move_wait_and_come_back() -> None:
             if waiting and random.random() < 0.5:
                 texts.append(waiting.pop(int(random.integers(len(waiting)))))
             elif len(waiting) < 4 and turn < 100:
-                prompt = random.integers(0, 50, int(random.integers(1, 40)))  # shares beginnings with others
+                prompt = random.integers(0, 50, int(random.integers(1, 40)))  # shares prefixes with others
                 texts.append([*range(1000 + begun % 3, 1004 + begun % 3), *prompt.tolist(), 2000 + begun])
                 begun += 1
             else:
@@ -125,8 +125,8 @@ def test_proposer_follows_requests_that_move_wait_and_come_back() -> None:
         for text, new, draft in zip(texts, sampled, drafts, strict=True):
             assert new or not draft
             if new:
-                told[next(token for token in text if token >= 2000)] = len(text)
-    assert begun > 20 and drafter.index.statistics.inserted == sum(told.values())
+                lengths[next(token for token in text if token >= 2000)] = len(text)
+    assert begun > 20 and drafter.index.statistics.inserted == sum(lengths.values())
 
 
 def test_proposer_inserts_no_text_twice() -> None:
@@ -144,7 +144,7 @@ def test_proposer_inserts_no_text_twice() -> None:
     assert drafter.index.statistics.inserted == 22
 
 
-def test_proposer_messages() -> None:
+def test_proposer_error_messages() -> None:
     drafter, batch = proposer(), Batch(5)
     with pytest.raises(ValueError) as error:
         drafter.propose(torch.zeros(2, 1), batch.lengths, batch.tokens)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""What other engines call, under their names: `compat.sglang` and `compat.vllm` (docs/integrations.md)."""
+"""Plugins for SGLang and vLLM, and functions under those engines' own names (docs/integrations.md)."""

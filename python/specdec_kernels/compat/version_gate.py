@@ -1,4 +1,4 @@
-"""Which engines our plugins change: of the versions that they know, unless somebody says not to."""
+"""The check that a plugin runs first: change an engine only in the versions that the plugin is tested with."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["version_to_change"]
 
 
 def version_to_change(name: str, known: Sequence[str], logger: Logger) -> str | None:
-    """The version of the engine of this name, or None where nothing of it is to be changed.
+    """Return the installed version of an engine, or None if the plugin must leave the engine alone.
 
-    That is so where the environment has SPECDEC_<NAME>=0, and, with one warning, where the version is none of `known`;
-    a label behind it, which says what it is built for, does not count.
+    The plugin is off if the environment has SPECDEC_<NAME>=0, and, with one warning, if the version is not in `known`.
+    A local version label (`+cu130`) is ignored.
     """
     if os.environ.get(f"SPECDEC_{name.upper()}") == "0":
         return None

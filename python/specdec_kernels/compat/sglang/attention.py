@@ -1,12 +1,12 @@
-"""SGLang's attention by `tree_attention`: prefill, decode, tree verification, draft decoding and draft-extend.
+"""An attention backend for SGLang on `tree_attention`: prefill, decode, tree verification, draft decode, draft-extend.
 
-Nothing here imports SGLang: `compat.sglang_plugin` joins these classes with its base class and registers them. They
-read SGLang's own pools and tables. A request's row of `req_to_token` names the place of each of its tokens, which is a
-page table with pages of one row, whatever SGLang's page size.
+This module does not import SGLang: `compat.sglang.plugin` combines these classes with SGLang's base class and registers
+them. They read SGLang's own KV pools and tables. A request's row of `req_to_token` holds the pool index of each of its
+tokens: a page table with pages of one row, whatever SGLang's page size.
 
-What runs in a CUDA graph reads tables and lengths from buffers that are filled right before a replay, since SGLang may
-give rows of `req_to_token` to other requests while the graph runs. The mask of a tree is packed within the graph,
-from the buffer that SGLang's drafting writes it to.
+Passes in a CUDA graph read tables and lengths from buffers that are filled right before a replay, because SGLang may
+give rows of `req_to_token` to other requests while the graph runs. The graph itself packs the tree mask, from the
+buffer that SGLang's drafting writes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ BITS = [1 << i if i < 63 else -(1 << 63) for i in range(WORD)]
 
 @dataclass
 class Rows:
-    """The rows that a forward pass asks about, and what they see, for all layers of it."""
+    """Query rows of a forward pass and their KV, shared by all layers."""
 
     table: Tensor  # [bs, places] int32
     prefix_lens: Tensor  # [bs] int32
-    per_request: int | None = None  # query rows of each request; None: packed, by cu_seqlens
+    per_request: int | None = None  # query rows of each request; None: ragged, by cu_seqlens
     cu_seqlens: Tensor | None = None  # [bs + 1] int32
     tail_len: int | None = None
     mask: Tensor | None = None  # [bs, per_request, words] int64
@@ -44,12 +44,12 @@ class TreeAttention:
     """An attention backend of SGLang (`--attention-backend specdec`).
 
     Args:
-        model_runner: SGLang's; its pools, its tables and the shapes of its model are read.
-        num_draft_tokens: nodes of a tree that is verified, where the engine drafts and this is the target's attention.
+        model_runner: SGLang's; its pools, tables and model shapes are read.
+        num_draft_tokens: nodes of a verified tree, if this is the target's attention and the engine drafts.
 
     Raises:
-        ValueError: what tree_attention cannot do: latent attention, encoders, a pool per kind of layer, pools laid out
-            in another way, of other floats or of other head dimensions.
+        ValueError: `tree_attention` cannot serve the model: latent attention, encoders, a pool for each kind of layer,
+            or a pool with another layout, dtype or head dimension.
     """
 
     needs_cpu_seq_lens = False  # lengths are read on the device
@@ -61,26 +61,27 @@ class TreeAttention:
         self.num_draft_tokens = num_draft_tokens
         check_model(model_runner)
         self._rows: Rows
-        self._tables: Tensor | None = None  # what graphs read, for the largest batch: [bs, places] int32,
-        self._prefix_lens: Tensor | None = None  # [bs] int32,
+        # Inputs of CUDA graphs, for the largest batch:
+        self._tables: Tensor | None = None  # [bs, places] int32
+        self._prefix_lens: Tensor | None = None  # [bs] int32
         self._mask_bytes: Tensor | None = None  # [bs * nodes * nodes] bool
         self._bits = torch.tensor(BITS, device=self.req_to_token.device)
 
-    # --- what SGLang calls before a pass ---
+    # --- called by SGLang before a pass ---
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         device = self.req_to_token.device
         self._tables = torch.zeros(max_bs, self.req_to_token.shape[1], dtype=torch.int32, device=device)
         self._prefix_lens = torch.zeros(max_bs, dtype=torch.int32, device=device)
         if self.num_draft_tokens:
-            numbers = max_bs * self.num_draft_tokens**2
-            self._mask_bytes = torch.zeros(numbers, dtype=torch.bool, device=device)
+            size = max_bs * self.num_draft_tokens**2
+            self._mask_bytes = torch.zeros(size, dtype=torch.bool, device=device)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Before a pass that is not replayed."""
+        """Describe an eager pass."""
         bs = forward_batch.batch_size
         table = self.req_to_token.index_select(0, forward_batch.req_pool_indices[:bs])
         mode = forward_batch.forward_mode
@@ -94,7 +95,7 @@ class TreeAttention:
             self._rows.mask = self._mask_of(forward_batch.spec_info, forward_batch.seq_lens[:bs], bs, per_request)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a replay, or a capture: fills what the graph reads."""
+        """Fill the inputs of the graph before a replay or a capture."""
         assert self._tables is not None and self._prefix_lens is not None
         bs, mode, spec_info = forward_batch.batch_size, forward_batch.forward_mode, forward_batch.spec_info
         if not is_uniform(mode):
@@ -109,12 +110,12 @@ class TreeAttention:
             given = spec_info.custom_mask
             assert self._mask_bytes is not None
             if given is not None and given.data_ptr() != self._mask_bytes.data_ptr():
-                requests = spec_info.draft_token.numel() // per_request  # without those that fill the batch up
+                requests = spec_info.draft_token.numel() // per_request  # without padding requests
                 seen = tree_part(given, forward_batch.seq_lens[:requests], per_request)
                 self._mask_bytes[: seen.numel()].view(seen.shape).copy_(seen)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Within a capture."""
+        """Pack the tree mask as a part of the captured graph."""
         if forward_batch.forward_mode.is_target_verify() and is_tree(forward_batch.spec_info):
             assert self._mask_bytes is not None
             bs, per_request = forward_batch.batch_size, self._rows.per_request
@@ -123,7 +124,7 @@ class TreeAttention:
             self._rows.mask = packed(seen, self._bits)
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
-        """Nothing: the mask is read when the graph runs; without one, before the first layer does."""
+        """Do nothing: the mask is read when the graph runs, or before the first layer of an eager pass."""
 
     def _mask_of(self, spec_info: Any, seq_lens: Tensor, bs: int, per_request: int) -> Tensor | None:
         given = spec_info.custom_mask
@@ -133,7 +134,7 @@ class TreeAttention:
             given = given[: bs * per_request**2]
         return packed(tree_part(given, seq_lens, per_request), self._bits)
 
-    # --- what it calls in each layer ---
+    # --- called by SGLang in each layer ---
 
     def forward_extend(
         self,
@@ -145,10 +146,10 @@ class TreeAttention:
         save_kv_cache: bool = True,
         **others: Any,
     ) -> Tensor:
-        """[rows, heads * D] of q [rows, heads * D], once k and v are written to the pool.
+        """Write k and v to the pool, and return attention [rows, heads * D] for q [rows, heads * D].
 
         Raises:
-            ValueError: what `check_layer` refuses.
+            ValueError: `check_layer` refuses the layer.
         """
         check_layer(layer, others)
         rows = self._rows
@@ -159,7 +160,7 @@ class TreeAttention:
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id).unsqueeze(1)
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id).unsqueeze(1)
-        small = k_pool.dtype == torch.float8_e4m3fn
+        is_fp8 = k_pool.dtype == torch.float8_e4m3fn
         window = layer.sliding_window_size
         shape: tuple[int, ...] = queries.shape
         if rows.per_request is not None:
@@ -174,10 +175,10 @@ class TreeAttention:
             tail_len=rows.tail_len,
             mask=rows.mask,
             scale=layer.scaling,
-            window=window + 1 if window is not None and window >= 0 else None,  # SGLang leaves a row itself out
+            window=window + 1 if window is not None and window >= 0 else None,  # SGLang does not count the row itself
             soft_cap=layer.logit_cap if layer.logit_cap > 0 else None,
-            k_scale=(layer.k_scale_float or 1.0) if small else 1.0,
-            v_scale=(layer.v_scale_float or 1.0) if small else 1.0,
+            k_scale=(layer.k_scale_float or 1.0) if is_fp8 else 1.0,
+            v_scale=(layer.v_scale_float or 1.0) if is_fp8 else 1.0,
             out=out.view(shape),
         )
         return out.view(-1, heads * dim)
@@ -186,26 +187,26 @@ class TreeAttention:
 
 
 class DraftStepAttention(TreeAttention):
-    """Attention of one step of drafting, whose rows all steps share."""
+    """Attention of one draft step. `TreeAttentionSteps` sets its rows."""
 
     def init_step(self, rows: Rows) -> None:
         self._rows = rows
 
 
 class TreeAttentionSteps:
-    """What SGLang calls a multi-step draft backend: attention of every step of drafting but the last.
+    """SGLang's multi-step draft backend: attention of every draft step but the last.
 
-    A branch b writes step j to place `seq_len + b * num_steps + j` of its request, and sees the prefix and its own
-    places. So all branches of a request are the query rows of one call, which reads its prefix once.
+    Branch b writes step j to position `seq_len + b * num_steps + j` of its request, and attends to the prefix and its
+    own positions. All branches of a request are query rows of one call, which reads the prefix once.
 
     Args:
-        model_runner: of the draft.
+        model_runner: the draft's.
         topk: branches.
-        num_steps: of drafting.
-        step_class: of the steps' attention, made from model_runner.
+        num_steps: draft steps.
+        step_class: attention class of a step, constructed with model_runner.
 
     Raises:
-        ValueError: several branches with pages of several tokens, whose places SGLang lays out in another way.
+        ValueError: topk and the page size are both above 1: SGLang then lays branches out differently.
     """
 
     needs_cpu_seq_lens = False
@@ -240,7 +241,7 @@ class TreeAttentionSteps:
             self._share(tables[:bs], prefix_lens[:bs])
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Nothing: what a branch sees is known beforehand."""
+        """Do nothing: the masks of branches are constant."""
 
     def _share(self, table: Tensor, prefix_lens: Tensor) -> None:
         for step, backend in enumerate(self.attn_backends):
@@ -255,14 +256,14 @@ class TreeAttentionSteps:
 
 
 def draft_backend(server_args: Any, phase: str) -> str | None:
-    """The name of a draft's attention backend in a phase, as SGLang resolves it."""
+    """Return the name of a draft's attention backend in a phase, as SGLang resolves it."""
     own, of_phase = server_args.speculative_draft_attention_backend, getattr(server_args, f"{phase}_attention_backend")
     name: str | None = own or of_phase or server_args.attention_backend
     return name
 
 
 def check_model(model_runner: Any) -> None:
-    """ValueError, by name, for a model or a pool that `tree_attention` cannot serve."""
+    """Raise ValueError, naming the feature, if `tree_attention` cannot serve the model or its pool."""
     config, pool = model_runner.model_config, model_runner.token_to_kv_pool
     if getattr(model_runner, "use_mla_backend", False):
         raise ValueError("specdec: the model has latent attention (MLA), expected heads of keys and values")
@@ -294,7 +295,7 @@ def check_model(model_runner: Any) -> None:
 
 
 def check_layer(layer: Any, others: dict[str, Any]) -> None:
-    """ValueError, by name, for what a layer asks beside what `tree_attention` does."""
+    """Raise ValueError, naming the feature, if a layer needs more than `tree_attention` offers."""
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise ValueError(f"specdec: layer {layer.layer_id} has {', '.join(given)}, expected plain attention")
@@ -309,17 +310,17 @@ def check_layer(layer: Any, others: dict[str, Any]) -> None:
 
 
 def is_tree(spec_info: Any) -> bool:
-    """Whether what is verified may be other than a chain; the n-gram corpus has -1 branches, as many as there are."""
+    """Return whether a verified draft may branch; SGLang's n-gram corpus has tree_topk -1 (any number of branches)."""
     return getattr(spec_info, "tree_topk", 1) != 1
 
 
 def is_uniform(mode: Any) -> bool:
-    """Whether every request of a pass has as many query rows."""
+    """Return whether every request of a pass has the same number of query rows."""
     return bool(mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2())
 
 
 def span(mode: Any, spec_info: Any) -> tuple[int, int]:
-    """Query rows of each request, and how many of them its sequence length counts already."""
+    """Return the query rows of each request, and how many of them `seq_lens` already counts."""
     if mode.is_target_verify():
         return int(spec_info.draft_token_num), 0
     if mode.is_draft_extend_v2():
@@ -328,7 +329,7 @@ def span(mode: Any, spec_info: Any) -> tuple[int, int]:
 
 
 def prefix(seq_lens: Tensor, before: int, out: Tensor | None = None) -> Tensor:
-    """[bs] int32: lengths in front of a pass's own rows; 0 for requests that only fill a batch up."""
+    """Return [bs] int32 lengths before the pass's own rows; 0 for padding requests."""
     if out is None:
         out = torch.empty(len(seq_lens), dtype=torch.int32, device=seq_lens.device)
     torch.sub(seq_lens, before, out=out)
@@ -336,11 +337,11 @@ def prefix(seq_lens: Tensor, before: int, out: Tensor | None = None) -> Tensor:
 
 
 def tree_part(mask: Tensor, seq_lens: Tensor, nodes: int) -> Tensor:
-    """[bs, nodes, nodes]: what nodes see of one another.
+    """Return [bs, nodes, nodes]: which nodes attend to which.
 
     Args:
-        mask: flat, bool or uint8. [bs * nodes * nodes], or rows of each request over its sequence and then its nodes,
-            with whatever behind all of them.
+        mask: flat, bool or uint8: either [bs * nodes * nodes], or for each request `nodes` rows of seq_len + nodes
+            columns, followed by unused entries.
         seq_lens: [bs] int64.
     """
     bs, device = len(seq_lens), mask.device
@@ -354,7 +355,7 @@ def tree_part(mask: Tensor, seq_lens: Tensor, nodes: int) -> Tensor:
 
 
 def packed(seen: Tensor, bits: Tensor) -> Tensor:
-    """[bs, nodes, words] int64 of [bs, nodes, nodes]: bit j of word w says whether node 64 w + j is seen."""
+    """Pack [bs, nodes, nodes] into [bs, nodes, words] int64: bit j of word w is set if node 64 w + j is visible."""
     bs, nodes, columns = seen.shape
     words = -(-columns // WORD)
     if words == 1:
@@ -364,7 +365,7 @@ def packed(seen: Tensor, bits: Tensor) -> Tensor:
 
 
 def step_masks(topk: int, num_steps: int, device: torch.device) -> Tensor:
-    """[num_steps - 1, 1, topk, words] int64: at each step a branch sees its own places up to that step's."""
+    """Return [num_steps - 1, 1, topk, words] int64: at each step a branch sees its own positions up to that step."""
     branch = torch.arange(topk)[:, None]
     place = torch.arange(topk * num_steps)[None, :]
     seen = torch.stack([(place // num_steps == branch) & (place % num_steps <= step) for step in range(num_steps - 1)])

@@ -1,11 +1,11 @@
 """SGLang's speculative kernels: the same names, arguments, shapes, dtypes and in-place results, on CPU and CUDA.
 
-    from specdec_kernels.compat.sglang import verify_tree_greedy  # for sgl_kernel's
+    from specdec_kernels.compat.sglang import verify_tree_greedy  # instead of sgl_kernel's
 
-What is wrong in the data of a call, or in its arguments, does no harm here: links that do not rise end a walk, tokens
-and rows out of range are neither read nor written, outputs need not be filled beforehand, offsets have 64 bits, and
-arguments of a wrong shape, dtype or device raise. Letters: bs requests, D nodes of a tree, S width of an accepted row,
-V vocabulary. Integers are the same on both devices.
+Invalid data does no harm: a walk ends at a link that does not rise, tokens and rows out of range are neither read nor
+written, outputs need no initialization, offsets have 64 bits. Arguments of a wrong shape, dtype or device raise.
+Letters: bs requests, D nodes of a tree, S width of a row of accept_index, V vocabulary size. Both devices give the same
+integers.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def build_tree_kernel_efficient(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None:
-    """Trees of chosen candidates: their links, positions and masks.
+    """Build the links, positions and masks of trees from the selected candidates.
 
-    Candidate c was drafted from the root where c < topk, else from candidate parent_list[c // topk]. A node whose
-    parent is not among the nodes before it has no links; it stands at the root's position and sees the root and itself.
+    Candidate c was drafted from the root if c < topk, else from candidate parent_list[c // topk]. A node whose parent
+    is not among the nodes before it has no links; it gets the root's position and attends to the root and itself.
 
     Args:
         parent_list: [bs, topk * (depth - 1) + 1 or more] int64; of any width for depth 1.
-        selected_index: [bs, D - 1] int64, the candidate of each node but the root, rising.
+        selected_index: [bs, D - 1] int64, the candidate of each node but the root, in rising order.
         verified_seq_len: [bs] int64.
         tree_mask: bool or uint8, written. Mode 0 (full): for each request D rows of its verified_seq_len + D columns,
-            of which the last D are written, where they are within the tensor. Mode 1 (tree): [bs * D * D]. Mode 2
-            (packed, D up to 32): bits from the lowest, 1, 2 or 4 bytes a row for D up to 8, 16, 32.
+            whose last D are written if they are within the tensor. Mode 1 (tree): [bs * D * D]. Mode 2 (packed, D up
+            to 32): bits from the lowest, 1, 2 or 4 bytes for each row if D is at most 8, 16, 32.
         positions: [bs * D] int64, written: verified_seq_len plus the node's depth.
         retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64, written: flat row, first child and next
             sibling of each node, -1 for none.
@@ -86,12 +86,12 @@ def verify_tree_greedy(
     retrive_next_sibling: Tensor,
     target_predict: Tensor,
 ) -> None:
-    """The longest path that the target's own choices follow, and the token after it.
+    """Accept the longest path that follows the target's argmax tokens, and emit the token after it.
 
     Args:
-        predicts: [rows] int32, changed at the flat rows of the path: the token that follows each.
-        accept_index: [bs, S] int32, changed in its first accept_token_num + 1 columns: flat rows of the path.
-        accept_token_num: [bs] int32, written: accepted nodes, the root left out; at most S - 1.
+        predicts: [rows] int32, written at the flat rows of the path only: the token that follows each.
+        accept_index: [bs, S] int32, written in its first accept_token_num + 1 columns: flat rows of the path.
+        accept_token_num: [bs] int32, written: accepted nodes without the root; at most S - 1.
         candidates: [bs, D] int64, the nodes' tokens; D up to 1024.
         retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64.
         target_predict: [bs, D] int64, read by flat row.
@@ -123,23 +123,23 @@ def move_accept_tokens(
     accept_index: Tensor,
     num_correct_drafts: Tensor,
 ) -> None:
-    """Bring the KV rows of accepted paths together, in every layer, in one kernel: what SGLang does in
-    `move_accept_tokens_to_target_kvcache`.
+    """Compact the KV rows of accepted paths in every layer with one kernel.
 
-    The row of path entry j, out_cache_loc[accept_index[b, j]], goes to req_to_token[req_pool_indices[b], seq_lens[b] +
-    j], for j up to num_correct_drafts[b]. Rows in place already are not touched. A row without a place on either side
-    stays. Paths rise, and a request's rows are no other's.
+    It does what SGLang's `move_accept_tokens_to_target_kvcache` does. The row of path entry j,
+    out_cache_loc[accept_index[b, j]], is copied to req_to_token[req_pool_indices[b], seq_lens[b] + j], for j up to
+    num_correct_drafts[b]. A row that is already in place, or whose source or destination is out of range, is skipped.
+    Paths must rise, and requests must not share rows.
 
     Args:
         data_ptrs: [buffers] int64, addresses of K and V of every layer: row_bytes * num_rows bytes each, on the device
             of the tensors, at multiples of 16.
-        row_bytes: of one row of one buffer, a multiple of 16.
-        num_rows: of each buffer.
+        row_bytes: bytes of one row of one buffer, a multiple of 16.
+        num_rows: rows of each buffer.
         req_to_token: [slots, places] int32.
         req_pool_indices, seq_lens: [bs] int64.
         out_cache_loc: [rows] int64, by flat row of the trees.
         accept_index: [bs, S] int32, from `verify_tree_greedy`.
-        num_correct_drafts: [bs] int32, the root left out.
+        num_correct_drafts: [bs] int32, without the root.
 
     Raises:
         ValueError: wrong dtype, shape or device; a number out of range.
@@ -174,21 +174,21 @@ def tree_speculative_sampling_target_only(
     threshold_acc: float = 1.0,
     deterministic: bool = True,
 ) -> None:
-    """A walk by coins: a child is accepted while the coin is below the probability of the children tried so far.
+    """Accept a path by sampling: a child is accepted if the coin is below the probabilities summed up to it.
 
-    The next token is drawn from what the target has left at the last node: its probabilities less `draft_probs`, or all
-    of them where the path has the full width. With both thresholds at 1 the text is distributed as the target's.
+    The next token is drawn from the target's residual at the last node: its probabilities minus `draft_probs`, or all
+    of them if the path has the full width. With both thresholds at 1 the text is distributed as the target's.
 
     Args:
         predicts, accept_index, accept_token_num, candidates: as for `verify_tree_greedy`.
         retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64.
         uniform_samples: [bs, D] float32, the coin of each node's children.
         uniform_samples_for_final_sampling: [bs] float32.
-        target_probs: [bs, D, V] float32; what is no probability counts as 0. V is at most 2^22.
-        draft_probs: [bs, D, V] float32, zeros; changed: the target's probability of each token that was rejected.
-        threshold_single: a child at least this probable is accepted whatever the coin.
-        threshold_acc: what the children's sum is divided by before the coin is compared.
-        deterministic: has no effect: the same arguments always give the same result.
+        target_probs: [bs, D, V] float32; an invalid probability counts as 0. V is at most 2^22.
+        draft_probs: [bs, D, V] float32, zeros; written: the target's probability of each rejected token.
+        threshold_single: a child with at least this probability is accepted whatever the coin.
+        threshold_acc: divisor of the children's sum before it is compared with the coin.
+        deterministic: ignored; the same arguments always give the same result.
 
     Raises:
         ValueError: wrong dtype, shape or device; a threshold outside 0 to 1.

@@ -1,4 +1,4 @@
-"""Trees from an n-gram index in the form that SGLang's n-gram worker takes them in. Imports nothing of SGLang."""
+"""Draft trees from an n-gram index, in the form that SGLang's n-gram worker reads. Does not import SGLang."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ ALGORITHM = "SPECDEC_NGRAM"  # its name in SGLang
 
 
 class NgramTrees:
-    """Drafts for the requests of SGLang's batches, from the whole text of all of them, prompts included.
+    """Drafts for the requests of SGLang's batches, from the text of all requests, prompts included.
 
-    Text of a request is inserted once, as it grows; requests are known by their `rid`, also across a retraction. Text
-    of requests that are gone stays findable until newer text takes its place.
+    Each text is inserted once, as it grows. Requests are identified by their `rid`, also after a retraction. The text
+    of finished requests can be matched until newer text overwrites it.
 
     Args:
-        num_nodes: of a tree, the root included, 1 to 256.
-        max_requests: that run at once.
-        max_len: of a text.
-        max_tokens: text that the index holds.
+        num_nodes: nodes of a tree, root included, 1 to 256.
+        max_requests: most running requests.
+        max_len: longest text, in tokens.
+        max_tokens: capacity of the index.
     """
 
     def __init__(self, num_nodes: int, max_requests: int, max_len: int, *, max_tokens: int = 1 << 20) -> None:
         self.num_nodes = num_nodes
-        # Room for as many that were retracted, and for what a text has beyond its limit before SGLang ends it.
+        # Also slots for as many retracted requests, and room for the round in which a text exceeds its limit.
         self.index = NgramIndex(max_tokens, 2 * max_requests, max_len + num_nodes)
-        self._known: dict[str, tuple[int, int]] = {}  # slot and length by rid, the least recently drafted first
+        self._known: dict[str, tuple[int, int]] = {}  # slot and length by rid, least recently drafted first
         self._free = list(range(2 * max_requests))
 
     def clear(self) -> None:
@@ -42,16 +42,16 @@ class NgramTrees:
         self._known = {}
 
     def draft(self, batch: Any, *, overlap: bool) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """A tree for each request of a batch.
+        """Draft a tree for each request of a batch.
 
         Args:
-            batch: `reqs` with `rid`, `origin_input_ids` and `output_ids`; `spec_info` with `accept_tokens`, num_nodes
-                for each request, and `accept_lens`, what the last round gave.
-            overlap: whether that is not among the outputs yet.
+            batch: `reqs` with `rid`, `origin_input_ids` and `output_ids`; `spec_info` with the last round's result:
+                `accept_tokens`, num_nodes for each request, and `accept_lens`.
+            overlap: whether `output_ids` do not contain that result yet.
 
         Returns:
-            Tokens [requests * num_nodes], what each node sees of its tree [requests * num_nodes * num_nodes]. Nodes for
-            which the index has no draft are children of the root with its token.
+            Tokens [requests * num_nodes] and tree masks [requests * num_nodes * num_nodes]. Nodes for which the index
+            has no draft are children of the root with its token.
         """
         emitted = self._emitted(batch) if overlap else [[]] * len(batch.reqs)
         slots, lengths = [], []
@@ -69,7 +69,7 @@ class NgramTrees:
         return [tokens[i * self.num_nodes : i * self.num_nodes + count] for i, count in enumerate(counts)]
 
     def _follow(self, req: Any, last: list[int]) -> tuple[int, int]:
-        """The slot of a request, whose text is inserted as far as it goes, and its length."""
+        """Insert a request's new text, and return its slot and its length."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         length = prompt + output + len(last)
         slot, known = self._known.pop(req.rid, (-1, 0))

@@ -1,11 +1,11 @@
-"""The plugin that SGLang finds in its entry point group `sglang.srt.plugins`.
+"""The plugin in SGLang's entry point group `sglang.srt.plugins`.
 
 It registers the attention backend `specdec` (`--attention-backend specdec`, `--speculative-draft-attention-backend
-specdec`) and the algorithm `SPECDEC_NGRAM`, puts the functions of `compat.sglang` in the place of those that build and
-verify trees, and those of `compat.sglang_rounds` around what else a round does. SGLang has registries for the first
-two; drafts' attention and the functions go through its hooks.
-Nothing of this happens in a version of SGLang that is not in `VERSIONS`, nor where `SPECDEC_SGLANG=0` is set; it is
-gone when the package is uninstalled, or left out of SGLANG_PLUGINS.
+specdec`) and the algorithm `SPECDEC_NGRAM` in SGLang's registries. Through SGLang's hooks it replaces the functions
+that build and verify trees by those of `compat.sglang`, wraps other functions of a round in those of
+`compat.sglang.rounds`, and gives drafts their attention.
+Nothing is changed in a version of SGLang that is not in `VERSIONS`, or with `SPECDEC_SGLANG=0` in the environment.
+Uninstalling the package, or leaving it out of SGLANG_PLUGINS, removes all of it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .ngram import ALGORITHM, NgramTrees
 
 __all__ = ["ALGORITHM", "BACKEND", "VERSIONS", "register"]
 
-VERSIONS = ("0.5.17",)  # whose interfaces are known and tested
+VERSIONS = ("0.5.17",)  # tested versions of SGLang
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """What SGLang calls once in each of its processes, before it reads its arguments."""
+    """Register everything. SGLang calls this once in each process, before it parses its arguments."""
     found = version_to_change("SGLang", VERSIONS, logger)
     if found is None:
         return
-    taken = [register_attention(), register_drafts(), register_functions(), register_ngram()]
-    logger.info("specdec: SGLang %s has %s", found, "; ".join(taken))
+    registered = [register_attention(), register_drafts(), register_functions(), register_ngram()]
+    logger.info("specdec: SGLang %s has %s", found, "; ".join(registered))
 
 
 def register_attention() -> str:
@@ -46,10 +46,10 @@ def register_attention() -> str:
 
 
 def make_backend(model_runner: Any) -> Any:
-    """The target's attention, or that of a draft's prefill.
+    """Return the attention backend of the target, or of a draft's prefill.
 
     Raises:
-        ValueError: an engine that it cannot serve, by name.
+        ValueError: the engine is one that `tree_attention` cannot serve.
     """
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.verify_mask import VerifyMask
@@ -66,7 +66,7 @@ def make_backend(model_runner: Any) -> Any:
     class SpecdecBackend(TreeAttention, AttentionBackend):  # type: ignore[misc]
         @property
         def verify_mask(self) -> Any:
-            """Where drafting writes which nodes see one another."""
+            """The buffer to which SGLang's drafting writes the tree mask."""
             if self._mask_bytes is None or self._tables is None:
                 return None
             return VerifyMask(self._mask_bytes, TreeMaskMode.QLEN_ONLY, len(self._tables))
@@ -76,7 +76,7 @@ def make_backend(model_runner: Any) -> Any:
 
 
 def register_drafts() -> str:
-    """Drafts' attention by name, for which SGLang has a closed table."""
+    """Wrap the factory of draft attention backends, because SGLang selects those from a closed table."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
@@ -106,7 +106,7 @@ def draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
     class SpecdecDraftExtend(TreeAttention, TritonAttnBackend):  # type: ignore[misc]
-        """SGLang captures draft-extend for backends of a few classes alone; nothing else of this one is used."""
+        """A `TritonAttnBackend` by name only: SGLang captures draft-extend just for a few classes."""
 
         verify_mask = None
 
@@ -114,7 +114,7 @@ def draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
 
 
 def register_functions() -> str:
-    """The functions that build and verify trees, and what else a round does, on CUDA tensors."""
+    """Replace and wrap functions of a round, in a build with CUDA kernels."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from ... import cuda_version
@@ -143,7 +143,7 @@ def register_ngram() -> str:
     from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
     class SpecdecNgram(CustomSpecAlgo):  # type: ignore[misc]
-        """SGLang's NGRAM to all that asks, with other drafts."""
+        """SGLang's NGRAM with another worker: every query is answered as NGRAM answers it."""
 
         def is_ngram(self) -> bool:
             return True
@@ -155,8 +155,8 @@ def register_ngram() -> str:
             SpeculativeAlgorithm.NGRAM.handle_server_args(server_args)
 
         def __getattr__(self, name: str) -> Any:
-            """What SGLang asks its own algorithms and its class for others does not have."""
-            if name.startswith("_"):  # what copies and pickles ask is of this object
+            """Forward queries that `CustomSpecAlgo` lacks to SGLang's NGRAM."""
+            if name.startswith("_"):  # asked by copy and pickle: about this object
                 raise AttributeError(name)
             return getattr(SpeculativeAlgorithm.NGRAM, name)
 
@@ -177,7 +177,7 @@ def ngram_worker(server_args: Any) -> type:
             return self._trees.draft(batch, overlap=self.enable_overlap and not batch.grammar_needs_sync())
 
         def _update_ngram_corpus(self, batch: Any) -> None:
-            """Nothing: the trees follow the texts when they draft."""
+            """Do nothing: `NgramTrees.draft` inserts the new text."""
 
         def clear_cache_pool(self) -> None:
             super().clear_cache_pool()

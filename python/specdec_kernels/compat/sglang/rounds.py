@@ -1,7 +1,7 @@
-"""What SGLang's rounds of speculation do between the passes of its models, by our kernels or with less of it.
+"""Faster versions of what SGLang's speculative rounds do between forward passes.
 
-Functions here stand around SGLang's own (`compat.sglang_plugin` registers them as hooks), and leave to those whatever
-they do not know. Nothing here imports SGLang but within a call.
+`compat.sglang.plugin` registers these functions as hooks around SGLang's own. Each calls the original for every case
+that it does not know. SGLang is imported only inside calls.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
     "verify_logits",
 ]
 
-MAX_TOPK = 64  # that select_topk takes
-# Algorithms whose trees our attention verifies; SGLang gives them to `eagle_sample`, and their logits to nothing else.
+MAX_TOPK = 64  # limit of select_topk
+# Algorithms whose trees our attention verifies. SGLang passes their logits to `eagle_sample` and nothing else.
 VERIFIED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)
 
 
@@ -40,21 +40,23 @@ VERIFIED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)
 
 @dataclass(frozen=True)
 class DraftLogits:
-    """Stands for a draft's probabilities between the function that normalises them all and the one that sorts them:
-    `select_topk` gives the best and their probabilities in one pass over the logits."""
+    """Logits in place of a draft's probabilities, from `renorm_draft_probs` to `fast_topk`.
+
+    `select_topk` finds the best tokens and their probabilities in one pass over the logits.
+    """
 
     logits: Tensor  # [rows, vocabulary]
 
 
 def keep_logits(original: Callable[..., Any], logits: Any, sampling_info: Any, use_rejection_sampling: bool) -> Any:
-    """For `renorm_draft_probs`, whose probabilities go to `fast_topk` alone unless drafts are sampled."""
+    """Wrap `renorm_draft_probs`: return the logits, which only `fast_topk` reads unless drafts are sampled."""
     if use_rejection_sampling or not logits.is_cuda or not len(logits):
         return original(logits, sampling_info, use_rejection_sampling)
     return DraftLogits(logits)
 
 
 def best_of(original: Callable[..., Any], values: Any, topk: int, dim: int) -> Any:
-    """For `fast_topk`: probabilities [rows, topk] float32 and tokens [rows, topk] int64, best first."""
+    """Wrap `fast_topk`: return probabilities [rows, topk] float32 and tokens [rows, topk] int64, best first."""
     if not isinstance(values, DraftLogits):
         return original(values, topk, dim)
     logits = values.logits
@@ -67,11 +69,11 @@ def best_of(original: Callable[..., Any], values: Any, topk: int, dim: int) -> A
 # --- the target's logits of a tree ---
 
 
-# SGLang widens the logits of verified trees to float32 within the CUDA graph. Greedy verification then looks for the
-# largest of each row, which is the same in the head's dtype: for 64 trees of 32 nodes and a vocabulary of 152 thousand,
+# SGLang converts the logits of verified trees to float32 within the CUDA graph. Greedy verification needs only the
+# argmax of each row, which is the same in the head's dtype: for 64 trees of 32 nodes and a vocabulary of 152 thousand,
 # 1.2 instead of 3.7 GB are written and read. So the head writes to the first half of SGLang's own float32 buffer, and
-# logits are widened only where something else is done with them. The buffer's storage carries a mark, which every view
-# of it has, however it was sliced.
+# the logits are converted only if something else reads them. The buffer's storage carries a mark, which every view of
+# it shares, however it was sliced.
 
 
 def narrow_logits(buffer: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,9 +112,9 @@ def verify_logits(
     embedding_bias: Tensor | None = None,
     use_logits_buffer: bool = True,
 ) -> Any:
-    """For `LogitsProcessor._get_logits`: where a verification is captured, the logits are not widened.
+    """Wrap `LogitsProcessor._get_logits`: keep the head's dtype while a verification is captured.
 
-    The head has to be a plain one, of one GPU, whose logits are neither scaled nor capped.
+    The head must be a plain one on one GPU, whose logits are neither scaled nor capped.
     """
     buffer, weight = logits_metadata.next_token_logits_buffer, getattr(lm_head, "weight", None)
     if (
@@ -137,14 +139,14 @@ def is_capturing() -> bool:
 
 
 def ends_in_sample() -> bool:
-    """Whether what is verified goes to `eagle_sample`, which widens logits where it has to."""
+    """Return whether the algorithm's logits go to `eagle_sample`, whose wrapper converts them if needed."""
     from sglang.srt.runtime_context import get_spec
 
     return get_spec().speculative_algorithm in VERIFIED
 
 
 def has_more_to_do(processor: Any, lm_head: Any) -> bool:
-    """Whether SGLang computes logits in another way than by one product, or does something with them."""
+    """Return whether SGLang computes logits other than by one GEMM, or changes them afterwards."""
     from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 
     return bool(
@@ -161,7 +163,7 @@ def has_more_to_do(processor: Any, lm_head: Any) -> bool:
 def sample(
     original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any = None
 ) -> Any:
-    """For `eagle_sample`: logits are widened for all that is not greedy, or is asked about probabilities."""
+    """Wrap `eagle_sample`: convert logits to float32 unless the batch is greedy and returns no log-probabilities."""
     logits = logits_output.next_token_logits
     if logits is not None and is_narrow(logits):
         info = batch.sampling_info
@@ -178,13 +180,13 @@ def sample(
     return original(verify_input, batch, logits_output, grammar_mask)
 
 
-# --- rows that were accepted ---
+# --- KV rows of accepted tokens ---
 
 
 def move_accepted(
     original: Callable[..., Any], batch: Any, accept_index: Tensor, num_correct_drafts: Tensor, allocator: Any
 ) -> Any:
-    """For `move_accept_tokens_to_target_kvcache`: all of it in one kernel, in pools of plain rows."""
+    """Wrap `move_accept_tokens_to_target_kvcache`: one kernel for all of it, in pools of plain rows."""
     pool = allocator.get_kvcache()
     is_known = accept_index.is_cuda and accept_index.dtype == num_correct_drafts.dtype == torch.int32
     row_bytes = plain_rows(pool) if is_known else None
@@ -204,7 +206,7 @@ def move_accepted(
 
 
 def plain_rows(pool: Any) -> int | None:
-    """Bytes of a row of any layer's K or V; None where they differ, or where the pool is not of such rows."""
+    """Return the bytes of a row of any layer's K or V; None if they differ, or if the pool has another layout."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     if type(pool) is not MHATokenToKVPool or pool.use_hnd or pool.use_native_move_kv_cache:
@@ -218,21 +220,21 @@ def plain_rows(pool: Any) -> int | None:
     return row_sizes[pool]
 
 
-row_sizes: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()  # by pool, whose buffers never change in size
+row_sizes: WeakKeyDictionary[Any, int | None] = WeakKeyDictionary()  # by pool, whose buffers never change size
 
 
 def accepted_width(original: Callable[..., int], *, phase: str, server_args: Any, **others: Any) -> int:
-    """For `resolve_num_tokens_per_req`: rows of a request in draft-extend.
+    """Wrap `resolve_num_tokens_per_req`: return the rows of a request in draft-extend.
 
-    Behind a tree, SGLang's draft reads as many rows as the tree has nodes, of which the path that was accepted is the
-    first few. No path is longer than the steps of a draft and the token behind it.
+    After a tree, SGLang's draft reads a row for each node of the tree, although only the first rows, the accepted path,
+    count. A path has at most one token for each draft step, and the token after them.
     """
     width: int = original(phase=phase, server_args=server_args, **others)
     return path_width(server_args, width) if phase == "draft_extend" else width
 
 
 def path_width(server_args: Any, nodes: int) -> int:
-    """Rows of a path behind a tree of `nodes`; all of them where the plugin leaves draft-extend as it is."""
+    """Return the rows of a path after a tree of `nodes`; `nodes` if the plugin leaves draft-extend as it is."""
     from sglang.srt.utils.common import require_mlp_sync
 
     if (
@@ -246,14 +248,14 @@ def path_width(server_args: Any, nodes: int) -> int:
 
 
 def extend_phase() -> str:
-    """Whose attention backend a draft's draft-extend has."""
+    """Return the phase whose attention backend draft-extend uses."""
     from sglang.srt.runtime_context import get_spec
 
     return "decode" if get_spec().speculative_attention_mode == "decode" else "prefill"
 
 
 def extend_accepted(original: Callable[..., Any], worker: Any, batch: Any, batch_result: Any) -> Any:
-    """For `EagleDraftWorker._draft_extend_for_decode`: the rows of each request's path, not of its tree."""
+    """Wrap `EagleDraftWorker._draft_extend_for_decode`: pass the rows of each request's path, not of its tree."""
     nodes, bs = worker.speculative_num_draft_tokens, len(batch.seq_lens)
     width = path_width(worker.server_args, nodes)
     graphs, output = worker.cuda_graph_runner_for_draft_extend, batch_result.logits_output

@@ -1,4 +1,4 @@
-"""The plugin that registers in vLLM, and an n-gram proposer for its custom drafts."""
+"""The vLLM plugin, and an n-gram proposer for vLLM's `custom_class` method."""
 
 from .ngram import NgramProposer
 

@@ -1,12 +1,12 @@
-"""vLLM's attention by `tree_attention`: prefill, decoding and verification of chains, in any mix, over its own blocks.
+"""An attention backend for vLLM on `tree_attention`: prefill, decode and chain verification, in any mix.
 
-Nothing here imports vLLM: `compat.vllm_backend` joins these classes with its base classes, and vLLM finds those by
-`compat.vllm_plugin`.
+This module does not import vLLM: `compat.vllm.backend` combines these classes with vLLM's base classes, and
+`compat.vllm.plugin` registers the result.
 
-The rows of a request in a pass are a chain behind what it has in the cache, which is what `tree_attention` sees without
-a mask. Where rows begin and how much each request has in front of them is read on the device alone, so that one CUDA
-graph serves every batch of its numbers of rows and requests, and nothing waits for the host. What vLLM's buffers do not
-say is computed from them once a pass, for all layers. A layer is two launches: one writes keys and values, one attends.
+The rows of a request in a pass are a chain after its cached tokens, which `tree_attention` assumes without a mask. Row
+offsets and prefix lengths are read on the device only, so that one CUDA graph serves every batch with its numbers of
+rows and requests, and nothing waits for the host. Values that vLLM's buffers lack are computed from them once for each
+pass, for all layers. A layer is two launches: one writes keys and values, one attends.
 """
 
 from __future__ import annotations
@@ -21,38 +21,39 @@ from ...ops import tree_attention, tree_attention_workspace, write_kv
 
 __all__ = ["KV_DTYPES", "PagedAttention", "Rows", "RowsBuilder", "Workspace", "refusal"]
 
-KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # by vLLM's names
+KV_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")  # vLLM's names
 
 
 class Workspace:
-    """Memory for partial results, which layers use one after the other.
+    """Memory for partial results, which all layers share.
 
-    What was handed out stays: CUDA graphs hold its address.
+    A tensor that was handed out is never freed: CUDA graphs hold its address.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._held = [torch.empty(16, dtype=torch.uint8, device=device)]
+        self._buffers = [torch.empty(16, dtype=torch.uint8, device=device)]
 
-    def of(self, size: int) -> Tensor:
-        if self._held[-1].numel() < size:
-            self._held.append(torch.empty(size, dtype=torch.uint8, device=self._held[0].device))
-        return self._held[-1]
+    def get(self, size: int) -> Tensor:
+        """Return a tensor of at least `size` bytes."""
+        if self._buffers[-1].numel() < size:
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self._buffers[0].device))
+        return self._buffers[-1]
 
 
 @dataclass
 class Rows:
-    """The rows that a pass asks about and what they see, for all layers of a builder: vLLM's attention metadata.
+    """Query rows of a pass and their KV, shared by a builder's layers: vLLM's attention metadata.
 
-    vLLM's buffers, and what `refresh` computes from them.
+    Its tensors are vLLM's buffers, and what `refresh` computes from them.
     """
 
     num_actual_tokens: int  # T
     page_size: int
-    max_kv_len: int | None  # no request has more; None: as many as may be
+    max_kv_len: int | None  # upper bound for every request; None: the model's limit
     query_start_loc: Tensor  # [B + 1] int32
-    seq_lens: Tensor  # [B] int32, rows of this pass included
+    seq_lens: Tensor  # [B] int32, including the rows of this pass
     block_table: Tensor  # [B, blocks] int32
-    slot_mapping: Tensor  # [T] int64: block * page_size + row; -1 is written nowhere
+    slot_mapping: Tensor  # [T] int64: block * page_size + row; -1: not written
     q_lens: Tensor  # [B] int32
     prefix_lens: Tensor  # [B] int32
     write_pages: Tensor  # [T, 1] int32
@@ -60,7 +61,7 @@ class Rows:
     workspace: Workspace
 
     def refresh(self) -> None:
-        """Four small launches, which may be part of a CUDA graph."""
+        """Compute the derived tensors in four small launches, which a CUDA graph may capture."""
         torch.sub(self.query_start_loc[1:], self.query_start_loc[:-1], out=self.q_lens)
         torch.sub(self.seq_lens, self.q_lens, out=self.prefix_lens)
         torch.div(self.slot_mapping, self.page_size, rounding_mode="floor", out=self.write_pages.view(-1))
@@ -68,19 +69,19 @@ class Rows:
 
 
 class RowsBuilder:
-    """What vLLM calls a metadata builder: makes the `Rows` of each pass, in buffers that stay where they are.
+    """vLLM's metadata builder: makes the `Rows` of each pass, in buffers with fixed addresses.
 
     Args:
-        kv_cache_spec: of its layers' cache; `block_size`, `head_size` and, where it is there, `head_size_v` are read.
-        layer_names: of its layers.
-        vllm_config: of the engine.
-        device: of the model.
+        kv_cache_spec: cache of the layers; `block_size`, `head_size` and, if present, `head_size_v` are read.
+        layer_names: names of the layers.
+        vllm_config: the engine's configuration.
+        device: the model's device.
 
     Raises:
-        ValueError: an engine that `tree_attention` cannot serve, by name, beyond what vLLM asks the backend itself.
+        ValueError: `tree_attention` cannot serve the engine, for a reason that vLLM does not ask the backend about.
     """
 
-    supports_draft_decode_metadata_update = True  # from vLLM 0.28 on all draft steps are one graph then
+    supports_draft_decode_metadata_update = True  # since vLLM 0.28, this puts all draft steps in one graph
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         check_engine(kv_cache_spec, vllm_config)
@@ -94,17 +95,16 @@ class RowsBuilder:
         self._tokens = torch.empty(2, scheduler.max_num_batched_tokens, dtype=torch.int32, device=device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Rows:
-        """The rows of a pass.
+        """Return the rows of a pass.
 
         Args:
-            common_prefix_len: 0, since cascades are never asked for.
-            common_attn_metadata: vLLM's, of whose host values only `num_reqs`, `num_actual_tokens` and `max_seq_len`,
-                which may be an upper bound, are read. A capture is told the longest sequence that there may be, which
-                says nothing of those that come.
-            fast_build: has no effect.
+            common_prefix_len: 0, because cascade attention is not offered.
+            common_attn_metadata: vLLM's; of its host values, only `num_reqs`, `num_actual_tokens` and `max_seq_len` (an
+                upper bound) are read. In a capture, `max_seq_len` is the model's limit, so it bounds no later batch.
+            fast_build: ignored.
 
         Raises:
-            ValueError: rows that see what comes behind them.
+            ValueError: attention is not causal.
         """
         common = common_attn_metadata
         if common.causal is not True:
@@ -131,25 +131,25 @@ class RowsBuilder:
         return rows
 
     def update_draft_decode_metadata(self, metadata: Rows) -> None:
-        """Lengths and slots have gone on by a draft step, in their places."""
+        """Refresh the metadata after vLLM has advanced lengths and slots in place by a draft step."""
         metadata.refresh()
 
 
 class PagedAttention:
-    """A layer's attention, as vLLM calls it.
+    """A layer's attention, with vLLM's interface.
 
     Args:
-        num_heads, head_size, scale, num_kv_heads: of queries, and of keys and values; the factor of scores.
-        alibi_slopes: None.
-        sliding_window: rows that a row sees, itself among them; None means all.
-        kv_cache_dtype: vLLM's name of one; those of `fp8` are float8_e4m3fn.
-        logits_soft_cap: of scores; None or 0 means none.
-        attn_type: `decoder`.
-        kv_sharing_target_layer_name: of the layer whose cache is read, where this one writes none.
-        others: None each.
+        num_heads, head_size, scale, num_kv_heads: shape of queries and KV, and the factor of scores.
+        alibi_slopes: must be None.
+        sliding_window: rows that a row attends to, itself included; None means all.
+        kv_cache_dtype: vLLM's name; those with `fp8` are float8_e4m3fn.
+        logits_soft_cap: soft cap of scores; None or 0 means none.
+        attn_type: must be `decoder`.
+        kv_sharing_target_layer_name: layer whose cache is read; this layer then writes no KV.
+        others: must be None.
 
     Raises:
-        ValueError: what a layer asks beside what `tree_attention` does.
+        ValueError: the layer needs more than `tree_attention` offers.
     """
 
     supports_dcp = False
@@ -184,7 +184,7 @@ class PagedAttention:
         self.kv_cache_dtype = kv_cache_dtype
         self.soft_cap = logits_soft_cap or None
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self._cache: Tensor | None = None  # whose two pools are those
+        self._cache: Tensor | None = None  # the cache that _pools are views of
         self._pools: tuple[Tensor, Tensor]
 
     def forward(
@@ -199,15 +199,15 @@ class PagedAttention:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Writes keys and values to the cache, and attention to `output`.
+        """Write keys and values to the cache, and attention to `output`.
 
         Args:
-            layer: its scales on the host are read, where the cache has 8 bits.
-            query, output: [rows, heads, D], of which the first `num_actual_tokens` count.
-            key, value: [rows, kv_heads, D]; None, or in layers that share another one's cache: nothing is written.
-            kv_cache: [blocks, kv_heads, block_size, 2 D], any strides but the last: keys, and values behind them.
-            attn_metadata: None while vLLM measures memory.
-            output_scale, output_block_scale: None, since rounding of the output is not offered.
+            layer: its scales on the host are read if the cache is FP8.
+            query, output: [rows, heads, D]; only the first `num_actual_tokens` rows count.
+            key, value: [rows, kv_heads, D]; not written if None, or if the layer shares another layer's cache.
+            kv_cache: [blocks, kv_heads, block_size, 2 D], contiguous in the last dimension: keys, then values.
+            attn_metadata: None while vLLM profiles memory.
+            output_scale, output_block_scale: must be None: quantized output is not offered.
 
         Returns:
             output.
@@ -220,11 +220,11 @@ class PagedAttention:
         if kv_cache is not self._cache:
             self._pools, self._cache = self._pools_of(kv_cache, rows.page_size), kv_cache
         k_pool, v_pool = self._pools
-        small = k_pool.dtype == torch.float8_e4m3fn
-        k_scale, v_scale = (layer._k_scale_float, layer._v_scale_float) if small else (1.0, 1.0)
+        is_fp8 = k_pool.dtype == torch.float8_e4m3fn
+        k_scale, v_scale = (layer._k_scale_float, layer._v_scale_float) if is_fp8 else (1.0, 1.0)
         tokens = rows.num_actual_tokens
         if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
-            # Slots are places of their own, so each row is a request of one page here.
+            # A slot names its block and row, so that each row is passed as a request with one page.
             write_kv(
                 key[:tokens].unsqueeze(1),
                 value[:tokens].unsqueeze(1),
@@ -252,12 +252,12 @@ class PagedAttention:
             v_scale=v_scale,
             max_kv_len=rows.max_kv_len,
             out=out,
-            workspace=rows.workspace.of(size),
+            workspace=rows.workspace.get(size),
         )
         return output
 
     def _pools_of(self, kv_cache: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-        """[blocks, block_size, kv_heads, D] of keys and of values."""
+        """Return views [blocks, block_size, kv_heads, D] of keys and of values."""
         want = [self.num_kv_heads, page_size, 2 * self.head_size]
         if list(kv_cache.shape[1:]) != want:
             raise ValueError(
@@ -265,23 +265,23 @@ class PagedAttention:
                 f"expected [blocks, {', '.join(map(str, want))}], keys and values side by side"
             )
         if self.kv_cache_dtype.startswith("fp8"):
-            kv_cache = kv_cache.view(torch.float8_e4m3fn)  # vLLM has them as bytes
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)  # vLLM allocates bytes
         rows = kv_cache.transpose(1, 2)
         return rows[..., : self.head_size], rows[..., self.head_size :]
 
 
 def refusal(dtype: torch.dtype, kv_cache_dtype: str | None, cuda_version: str | None) -> str | None:
-    """Why a backend cannot serve a combination, for what vLLM has no question of its own; None where it can."""
+    """Return why the backend cannot serve a combination that vLLM does not check itself; None if it can."""
     if cuda_version is None:
         return "this build of specdec_kernels has no CUDA kernels"
-    told = str(dtype).removeprefix("torch.")
-    if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != told:
-        return f"kv_cache_dtype {kv_cache_dtype} not supported for {told} queries"
+    name = str(dtype).removeprefix("torch.")
+    if kv_cache_dtype in ("float16", "bfloat16") and kv_cache_dtype != name:
+        return f"kv_cache_dtype {kv_cache_dtype} not supported for {name} queries"
     return None
 
 
 def check_engine(kv_cache_spec: Any, vllm_config: Any) -> None:
-    """ValueError, by name, for an engine that `tree_attention` cannot serve."""
+    """Raise ValueError, naming the feature, if `tree_attention` cannot serve the engine."""
     key_dim, value_dim = kv_cache_spec.head_size, getattr(kv_cache_spec, "head_size_v", None)
     if value_dim is not None and value_dim != key_dim:
         raise ValueError(f"specdec: keys have dimension {key_dim} and values {value_dim}, expected one for both")
@@ -298,7 +298,7 @@ def check_engine(kv_cache_spec: Any, vllm_config: Any) -> None:
 
 
 def rows_of(buffer: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` numbers of both rows of a buffer; other memory for passes that no graph is as large as."""
+    """Return the first `count` elements of both rows of a buffer, or of new memory if it is too small."""
     if count > buffer.shape[1]:
         buffer = torch.empty(2, count, dtype=buffer.dtype, device=buffer.device)
     return buffer[0, :count], buffer[1, :count]

@@ -1,8 +1,8 @@
-"""The attention backend that vLLM makes by the path which `compat.vllm_plugin` registers; vLLM alone imports this.
+"""The attention backend class that vLLM loads by the path which `compat.vllm.plugin` registers. Imports vLLM.
 
-vLLM asks a backend what it can do before it serves, and names what it cannot: everything here that it does not find
-said otherwise (latent and sparse attention, sinks, encoders, attention that is not causal, scales per head, batch
-invariance, context parallelism) it refuses by its own defaults.
+vLLM asks a backend for its capabilities before it serves, and names what is missing. Capabilities that are not declared
+here (latent and sparse attention, sinks, encoders, non-causal attention, per-head scales, batch invariance, context
+parallelism) are refused by vLLM's defaults.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SpecdecImpl(PagedAttention, AttentionImpl):  # type: ignore[misc]
 
 
 class SpecdecBuilder(RowsBuilder, AttentionMetadataBuilder):  # type: ignore[misc]
-    """What its layers share in a pass."""
+    """The metadata builder."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
@@ -42,7 +42,7 @@ class SpecdecBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # vLLM looks its own name up by it
+        return "CUSTOM"  # vLLM looks the backend up by this name
 
     @staticmethod
     def get_impl_cls() -> type:
@@ -54,7 +54,7 @@ class SpecdecBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """The kernels take any; vLLM would give layers with windows the smallest that is named."""
+        """Return multiples of 16: the kernels accept any, but vLLM gives sliding-window layers the smallest listed."""
         return [MultipleOf(16)]
 
     @classmethod
@@ -84,7 +84,7 @@ class SpecdecBackend(AttentionBackend):  # type: ignore[misc]
     ) -> str | None:
         return refusal(dtype, kv_cache_dtype, cuda_version)
 
-    # --- how the cache lies, which vLLM asks up to 0.28: both layouts are the same to the kernels ---
+    # --- cache layout, asked by vLLM up to 0.28; the kernels serve both ---
 
     @staticmethod
     def get_kv_cache_shape(

@@ -1,9 +1,9 @@
-"""An n-gram proposer for vLLM's custom drafts.
+"""An n-gram proposer for vLLM's `custom_class` method.
 
     --speculative-config '{"method": "custom_class", "model": "specdec_kernels.compat.vllm.NgramProposer",
       "num_speculative_tokens": 8}'
 
-It does not import vLLM.
+This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
 
 __all__ = ["NgramProposer"]
 
-TAIL = 8  # tokens that tell whether a text goes on
+TAIL = 8  # tokens that are compared to find out whether a text continues
 FIRST = np.arange(TAIL)
-FREE_ROWS = 64  # of a batch: the smallest tile of a product, which takes as long for fewer
-# So many rows more take as long as half a round, which emits some two tokens for each request: of an 8B model in
-# bfloat16 on an H100 a row takes 20 us, a round of 64 requests 16 ms.
+FREE_ROWS = 64  # rows of a batch that cost no more than fewer: the smallest GEMM tile
+# This many extra rows take half as long as a round, which emits some two tokens for each request: for an 8B model in
+# bfloat16 on an H100, a row takes 20 us and a round of 64 requests 16 ms.
 ROWS_OF_HALF_A_ROUND = 330
-ACCEPTED_WITHOUT_MATCH = 0.15  # how often the first draft is that only goes on behind another, in text that is no edit
+ACCEPTED_WITHOUT_MATCH = 0.15  # acceptance rate of a first draft without a match, in text that is no edit
 
 
 class NgramProposer:
-    """Drafts from an `NgramIndex` over the text of all requests, as a custom proposer of vLLM.
+    """A custom proposer for vLLM that drafts from an `NgramIndex` over the text of all requests.
 
-    vLLM names no requests, and moves them among the rows of its batch as others end. Text that goes on where a row's
-    last text ended is the same request; text that goes on where another row's did, or that of a request which was
-    preempted, is that one, wherever it stands now. Where it ended is told by the length and by the last tokens, so that
-    a round that nobody joins compares nothing else. Text of requests that are gone stays findable until newer text
-    takes its place, and prefixes that the cache of vLLM skips are read from its texts as all others.
+    vLLM passes no request ids, and moves requests between the rows of its batch as others end. So a text is identified
+    by where it continues: in the same row if it continues that row's last text, else as the request of another row, or
+    a preempted one, whose text it continues. Only the length and the last tokens are compared, and only those in a
+    round without new requests. The text of finished requests can be matched until newer text overwrites it. Prefixes
+    that vLLM's cache skips are read from its texts like all others.
 
-    A draft is one more row for the model, for which the whole batch waits, and may be one more token of one request. So
-    chains end where their drafts are not likely enough to be worth their rows: of B requests, where the index thinks
-    that they are accepted less often than one time in 1 + 330 / B, unless all that was asked for makes 64 rows at most.
-    64 requests get drafts that are accepted one time in six. From 59 requests on nothing is drafted where nothing
-    matches; before that a draft goes on behind a token that was another.
+    Each draft is one more row for the model, on which the whole batch waits, and at most one more token for one
+    request. So a chain ends where its drafts are not worth their rows: with B requests, where the index expects them to
+    be accepted less often than once in 1 + 330 / B, unless all requested drafts fit into 64 rows. 64 requests thus get
+    drafts that are accepted at least once in six times. From 59 requests on nothing is drafted without a match; with
+    fewer, a chain may continue after a token that did not match.
 
     A round of 64 requests takes 0.15 ms of one core (AMD EPYC, 8 drafts each), half of it for the drafts themselves.
 
     Args:
-        vllm_config: read are `speculative_config.num_speculative_tokens`, `.prompt_lookup_min` (the shortest match
-            drafted from; any without it), `model_config.max_model_len`, `scheduler_config.max_num_seqs` and, where it
-            is there, `scheduler_config.async_scheduling`.
-        max_tokens: text that the index holds.
+        vllm_config: read are `speculative_config.num_speculative_tokens`, `.prompt_lookup_min` (shortest match to draft
+            from; default: any), `model_config.max_model_len`, `scheduler_config.max_num_seqs` and, if present,
+            `scheduler_config.async_scheduling`.
+        max_tokens: capacity of the index.
 
     Raises:
-        ValueError: more than 255 num_speculative_tokens; asynchronous scheduling, with which drafts are asked for
-            before the tokens are known that they follow.
+        ValueError: num_speculative_tokens is above 255, or scheduling is asynchronous (drafts are then requested before
+            the tokens that they follow are known).
     """
 
     def __init__(self, vllm_config: Any, *, max_tokens: int = 1 << 20) -> None:
@@ -70,18 +70,18 @@ class NgramProposer:
         if getattr(scheduling, "async_scheduling", None):
             raise ValueError("NgramProposer: async_scheduling is True, expected False (vllm: --no-async-scheduling)")
         rows: int = scheduling.max_num_seqs
-        slots = 2 * rows  # as many again for requests that were preempted
+        slots = 2 * rows  # half of them for preempted requests
         self.index = NgramIndex(max_tokens, slots, self.max_model_len)
         self._rows = rows
-        self._slot_of = np.full(rows, -1, np.int32)  # of each row of the batch; -1 for none yet
-        self._lengths = np.zeros(slots, np.int32)  # of each slot's text; 0 for a slot that never had one
-        self._tails = np.full((slots, TAIL), -1, np.int32)  # its last tokens, -1 in front of shorter texts
-        self._used = np.zeros(slots, np.int64)  # the round in which a slot last had a row
+        self._slot_of = np.full(rows, -1, np.int32)  # slot of each row of the batch; -1: none yet
+        self._lengths = np.zeros(slots, np.int32)  # length of each slot's text; 0: never used
+        self._tails = np.full((slots, TAIL), -1, np.int32)  # last tokens of each slot's text, left-padded with -1
+        self._used = np.zeros(slots, np.int64)  # the last round in which a slot had a row
         self._round = 0
         self._outputs: dict[int, NgramDraft] = {}
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is none."""
+        """Do nothing: there is no model."""
 
     def propose(
         self,
@@ -90,19 +90,19 @@ class NgramProposer:
         token_ids_cpu: NDArray[np.int32],
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """A chain of drafts for each request; none for those that sampled nothing.
+        """Return a chain of drafts for each request; an empty one for requests that sampled nothing.
 
         Args:
-            sampled_token_ids: of each request, what it has just sampled.
-            num_tokens_no_spec: [bs], the length of each request's text, sampled tokens included.
+            sampled_token_ids: tokens that each request has just sampled.
+            num_tokens_no_spec: [bs], the length of each request's text, including the sampled tokens.
             token_ids_cpu: [bs, max_model_len] int32, the texts.
-            slot_mappings: has no effect.
+            slot_mappings: ignored.
 
         Returns:
             At most num_speculative_tokens for each request, and none beyond max_model_len.
 
         Raises:
-            ValueError: sampled_token_ids is no list: vLLM schedules asynchronously.
+            ValueError: sampled_token_ids is not a list: vLLM schedules asynchronously.
         """
         if not isinstance(sampled_token_ids, list):
             raise ValueError(
@@ -129,7 +129,7 @@ class NgramProposer:
             known = self._lengths[slots]
             near = _tokens_around(token_ids_cpu, rows, known, self.num_speculative_tokens + 1)
         new = lengths - known
-        many = new > self.num_speculative_tokens + 1  # not what a round emits
+        many = new > self.num_speculative_tokens + 1  # more than one round emits
         if many.any():
             for place in np.flatnonzero(many).tolist():
                 row, length = rows[place], lengths[place]
@@ -146,7 +146,7 @@ class NgramProposer:
         return drafts
 
     def _slot_for(self, row: int, text: NDArray[np.int32]) -> int:
-        """The slot that has the longest beginning of a row's text, of those that no row has yet; else an empty one."""
+        """Return the unused slot that holds the longest prefix of a row's text, or the least recently used."""
         free = np.flatnonzero(self._used != self._round)
         known = self._lengths[free]
         shorter = free[(known > 0) & (known <= len(text))]
@@ -156,7 +156,7 @@ class NgramProposer:
         if len(shorter):
             slot = int(shorter[self._lengths[shorter].argmax()])
         else:
-            slot = int(free[self._used[free].argmin()])  # the oldest one ends; its text stays findable
+            slot = int(free[self._used[free].argmin()])  # evict the oldest; its text can still be matched
             self.index.release(slot)
             self._lengths[slot] = 0
         self._slot_of[self._slot_of == slot] = -1
@@ -165,12 +165,12 @@ class NgramProposer:
         return slot
 
     def _draft(self, slots: NDArray[np.int32], lengths: NDArray[np.int32]) -> Tree:
-        out = self._outputs.get(len(slots))  # of earlier rounds of as many rows, which are read by now
+        out = self._outputs.get(len(slots))  # buffers of an earlier round with as many rows, already read
         num_nodes = min(self.num_speculative_tokens + 1, self.max_model_len)
         free = len(slots) * num_nodes <= FREE_ROWS
-        worth = 0 if free else len(slots) / (ROWS_OF_HALF_A_ROUND + len(slots))  # how often drafts have to be accepted
-        min_match = max(self.min_match, 1) if worth > ACCEPTED_WITHOUT_MATCH else self.min_match
-        out = self.index.draft(slots, lengths, num_nodes, mode="chain", min_prob=worth, min_match=min_match, out=out)
+        min_prob = 0 if free else len(slots) / (ROWS_OF_HALF_A_ROUND + len(slots))  # acceptance that pays for a row
+        min_match = max(self.min_match, 1) if min_prob > ACCEPTED_WITHOUT_MATCH else self.min_match
+        out = self.index.draft(slots, lengths, num_nodes, mode="chain", min_prob=min_prob, min_match=min_match, out=out)
         self._outputs[len(slots)] = out
         return out.tree
 
@@ -178,7 +178,7 @@ class NgramProposer:
 def _tokens_around(
     texts: NDArray[np.int32], rows: NDArray[np.intp], lengths: NDArray[np.int32], new: int
 ) -> NDArray[np.int32]:
-    """[len(rows), TAIL + new] tokens of rows of texts: those before lengths, -1 before the first, and those from it."""
+    """Return [len(rows), TAIL + new] tokens around `lengths`: TAIL before (-1 before the text) and `new` from there."""
     width = texts.shape[1]
     offsets = np.arange(-TAIL, new)
     if lengths.min() >= TAIL and lengths.max() + new <= width:

@@ -1,8 +1,8 @@
-"""The plugin that vLLM finds in its entry point group `vllm.general_plugins`.
+"""The plugin in vLLM's entry point group `vllm.general_plugins`.
 
-It registers an attention backend under the name that vLLM keeps for others (`--attention-backend CUSTOM`) and changes
-nothing else. Nothing of this happens in a version of vLLM that is not in `VERSIONS`, where that name is another's
-already, nor where `SPECDEC_VLLM=0` is set; it is gone when the package is uninstalled, or left out of VLLM_PLUGINS.
+It registers an attention backend under the name that vLLM reserves for external ones (`--attention-backend CUSTOM`) and
+changes nothing else. It does nothing in a version of vLLM that is not in `VERSIONS`, if another backend has that name,
+or with `SPECDEC_VLLM=0` in the environment. Uninstalling the package, or leaving it out of VLLM_PLUGINS, removes it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["BACKEND", "PATH", "VERSIONS", "register"]
 
 BACKEND = "CUSTOM"
 PATH = "specdec_kernels.compat.vllm.backend.SpecdecBackend"
-# Whose interfaces are known and tested.
+# Tested versions of vLLM.
 VERSIONS = ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 
-logger = logging.getLogger("vllm.specdec_kernels")  # vLLM shows what is logged below its own name
+logger = logging.getLogger("vllm.specdec_kernels")  # vLLM shows logs of children of its own logger
 
 
 def register() -> None:
-    """What vLLM calls once in each of its processes, before it makes a model."""
+    """Register the backend. vLLM calls this once in each process, before it loads a model."""
     found = version_to_change("vLLM", VERSIONS, logger)
     if found is None:
         return
