@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pytest
 
 from specdec_kernels import FinishReason
+from specdec_kernels import engine as engine_package
 from specdec_kernels.engine import AsyncEngine, AsyncRequest, GenerationError, NewTokens, SamplingParams
 from support.leaks import expect_nothing_left
 from support.request_engines import DRAFTS, LONG, NEW_TOKENS, make_engine, params, prompts
@@ -167,7 +168,7 @@ def test_leaving_a_generator_cancels() -> None:
         async for _ in engine.generate(prompts()[0], LONG):
             break
         gc.collect()
-        while engine.engine._loop._requests:
+        while engine.engine.core.threads._requests:
             await asyncio.sleep(0.001)
 
     with make_engine(max_len=1024) as engine:
@@ -192,14 +193,14 @@ def test_errors_are_those_of_their_request(monkeypatch: pytest.MonkeyPatch) -> N
         num_free[0] = before
 
     with make_engine() as engine:
-        begin = engine._executor.begin
+        begin = engine.core.executor.begin
 
         def fail(slot: int, request: Any) -> None:
             begin(slot, request)
             if request.tokens == prompts()[3]:
                 raise MemoryError("no room")
 
-        monkeypatch.setattr(engine._executor, "begin", fail)
+        monkeypatch.setattr(engine.core.executor, "begin", fail)
         run(main(AsyncEngine(engine)))
 
 
@@ -295,3 +296,8 @@ def test_the_event_loop_hears_of_a_turn_once(monkeypatch: pytest.MonkeyPatch) ->
 
         run(main())
         assert sum(calls) == 6 * 50 and len(calls) <= engine.stats().rounds + 6 < 150  # and first rounds
+
+
+def test_merged_warns_that_it_is_merge_streams() -> None:
+    with pytest.warns(DeprecationWarning, match="merge_streams"):
+        assert engine_package.merged is engine_package.merge_streams

@@ -46,7 +46,7 @@ def logits_of(
     """Of each round of these requests (numbers of held-out prompts), run together, and what they generated."""
     prompts = {n: held_out("code")[n][: 15 + 9 * n] for n in requests}
     kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    target, round = engine.target, engine._executor.round
+    target, round = engine.target, engine.core.executor.round
     logits, commit = target.logits, round.commit
 
     def keep(hidden: torch.Tensor) -> torch.Tensor:

@@ -270,7 +270,7 @@ def test_a_trial_takes_all_memory_beside_the_pools(name: str, monkeypatch: pytes
     assert engine.graphs and len(engine.graphs.by_size) >= 8
     longest = [(prompt * MAX_LEN)[: MAX_LEN - 30] for prompt in prompts()[:24]]
     engine.generate(longest, SamplingParams(max_new_tokens=20, ignore_eos=True))
-    assert beside_pools(engine._executor) <= noted[0] + 2**25  # the allocator rounds pools of other sizes otherwise
+    assert beside_pools(engine.core.executor) <= noted[0] + 2**25  # the allocator rounds pools of other sizes otherwise
 
 
 @pytest.mark.soak

@@ -117,7 +117,7 @@ def test_bad_prompts_are_named_and_start_nothing(
     with pytest.raises(error) as raised:
         engine.generate(prompts, on_tokens=events.append)
     assert str(raised.value) == message
-    assert not events and engine._scheduler.num_waiting == 0
+    assert not events and engine.core.scheduler.num_waiting == 0
 
 
 def test_wrong_number_of_params(engine: Engine) -> None:
@@ -294,7 +294,7 @@ def test_an_exception_in_any_call(engine: Engine, method: str, after: bool, monk
     """Before or after it did its work: it comes out of the `generate` whose request it ended."""
     prompts = random_prompts(5)
     want = texts(engine, prompts)
-    real, calls = getattr(engine._executor, method), 0
+    real, calls = getattr(engine.core.executor, method), 0
 
     def failing(*arguments: Any) -> None:
         nonlocal calls
@@ -305,7 +305,7 @@ def test_an_exception_in_any_call(engine: Engine, method: str, after: bool, monk
         if calls == 2 and after:
             raise MemoryError("no room")
 
-    monkeypatch.setattr(engine._executor, method, failing)
+    monkeypatch.setattr(engine.core.executor, method, failing)
     with pytest.raises(MemoryError, match="no room"):
         engine.generate(prompts, EIGHT)
     expect_usable(engine, want, prompts)
@@ -322,7 +322,7 @@ def test_an_exception_of_nobody_is_logged(
         raise KeyError("mine")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._executor, "deactivate", fail)
+        patch.setattr(engine.core.executor, "deactivate", fail)
         assert texts(engine, prompts) == want
     assert {record.message for record in caplog.records} == {
         "an exception in the engine's loop that ended no request; the loop goes on"

@@ -180,7 +180,7 @@ def test_stop_strings(name: str, device: torch.device) -> None:
             short = tokenizer().decode(output.tokens[:-1], skip_special_tokens=True)
             assert cut(short, strings) == short
     assert sum(output.finish_reason == FinishReason.STOP for output in outputs) >= 4
-    assert engine._scheduler.num_running == 0
+    assert engine.core.scheduler.num_running == 0
     silent = engine.generate(prompts(), params)
     assert [o.tokens for o in silent] == [o.tokens for o in outputs]
     pool = engine.state.pool

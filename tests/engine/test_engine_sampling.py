@@ -141,7 +141,7 @@ def test_a_retracted_request_draws_the_same(name: str) -> None:
         TARGET, draft=DRAFTS[name](), adaptive=False, max_len=MAX_LEN, num_slots=4, page_size=4, num_pages=90, device="cpu"
     )  # fmt: skip
     got = tight.generate(prompts()[:4], each)
-    assert tight._scheduler.num_retractions > 0
+    assert tight.core.scheduler.num_retractions > 0
     assert differing(got, want, each) <= 1
 
 

@@ -60,7 +60,7 @@ class Calls:
         self.rounds: list[tuple[int, int]] = []  # batch and rows, of records alone none
         self.prefilled: list[list[tuple[int, int, int]]] = []  # of each pass slot, first row and rows
         self.forwards = 0  # of the target
-        executor, target = engine._executor, engine.target
+        executor, target = engine.core.executor, engine.target
         launch, begin_round, prefill, forward = executor.launch, executor.forward, executor.prefill, target.forward
 
         def launched(batch: int, rows: int, max_kv_len: int) -> None:
@@ -169,8 +169,8 @@ def test_what_follows_the_last_layer_is_that_of_a_forward_pass(implementation: s
         )
         with torch.inference_mode():
             for slot, text in enumerate(texts):
-                engine._executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
-            engine._executor.prefill([(slot, 0, [*text, text[-1]]) for slot, text in enumerate(texts)])
+                engine.core.executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
+            engine.core.executor.prefill([(slot, 0, [*text, text[-1]]) for slot, text in enumerate(texts)])
             for slot, text in enumerate(texts):
                 want = reference_model()(torch.tensor([text]), output_hidden_states=True)
                 logits = engine.target.logits(state.last_hidden[slot])
@@ -196,7 +196,7 @@ def test_a_pass_without_rows_changes_nothing(name: str, device: torch.device) ->
     """As one that is run before it is captured: no slot has pages."""
     engine = make_engine(name, device)
     for shape in (Shape(1, 64, 1), Shape(5, 64, 4)):
-        engine._executor.passes.launch(torch.zeros(sum(shape.sizes), dtype=torch.int32, device=device), shape)
+        engine.core.executor.passes.launch(torch.zeros(sum(shape.sizes), dtype=torch.int32, device=device), shape)
     assert not engine.state.status.any() and not engine.state.seq_lens.any()
     expect_texts(some_prompts(), engine.generate(some_prompts(), SamplingParams(6, ignore_eos=True)), 6)
 
@@ -270,7 +270,7 @@ def test_who_stalls_in_it_begins_without_drafts(name: str, device: torch.device)
     texts: list[list[int]] = []
     for stalls in (False, True):
         engine = make_engine_of(name, device)
-        executor, state, text = engine._executor, engine.state, round_prompts()[0]
+        executor, state, text = engine.core.executor, engine.state, round_prompts()[0]
         if not stalls:
             tokens = begin(engine, 0, text)
         else:

@@ -290,7 +290,7 @@ def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path:
     options: dict[str, Any] = {"num_slots": 4, "num_pages": 60, "cuda_graph": False}
     tuning = tuning_for(draft, [1.0], device, **options)
     engine = make_engine(draft, device, adaptive=True, tuning=tuning, **options)
-    round, most = engine._executor.round, engine.config.needs.num_nodes
+    round, most = engine.core.executor.round, engine.config.needs.num_nodes
     run, kinds = round.run_target, {"rest": 0, "catch up": 0}
     behind: dict[int, int] = {}
 
@@ -334,8 +334,8 @@ def test_an_engine_that_rests(name: str, device: torch.device, tmp_path: Path) -
     engine = make_engine(draft, device, adaptive=True, tuning=tuning)
     launched: list[tuple[int, int]] = []
     if engine.graphs is None:
-        launch = engine._executor.launch
-        engine._executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
+        launch = engine.core.executor.launch
+        engine.core.executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
     outputs = engine.generate(prompts(), SamplingParams(NEW_TOKENS, ignore_eos=True))
     for prompt, output, want in zip(prompts(), outputs, plain_texts(), strict=True):
         Comparison(reference_model()).check(prompt, output.tokens[: len(want)], want)
@@ -355,8 +355,8 @@ def test_requests_that_want_no_drafts_rest_for_good(adaptive: bool, device: torc
     tuning = tuning_for(draft, [1e9, 1.0], device, cuda_graph=False)
     engine = make_engine(draft, device, adaptive=adaptive, tuning=tuning, cuda_graph=False)
     launched: list[tuple[int, int]] = []
-    launch = engine._executor.launch
-    engine._executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
+    launch = engine.core.executor.launch
+    engine.core.executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
     off = SamplingParams(NEW_TOKENS, ignore_eos=True, speculation="off")
     outputs = engine.generate(prompts(), off)
     assert [output.stats.rounds for output in outputs] == [NEW_TOKENS - 1] * len(prompts())
@@ -376,8 +376,8 @@ def test_a_batch_invariant_engine_has_rounds_of_one_size(device: torch.device) -
     engine = make_engine(Eagle3(HEAD, num_steps=3, topk=2, num_nodes=8), device, batch_invariant=True, cuda_graph=False)
     assert (engine.config.plain_rounds, engine.config.max_idle_rounds) == (False, 0)
     launched: list[tuple[int, int]] = []
-    launch = engine._executor.launch
-    engine._executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
+    launch = engine.core.executor.launch
+    engine.core.executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
     engine.generate(prompts()[:3], SamplingParams(6, speculation="off"))
     assert {(batch, rows) for batch, rows in launched if batch} == {(3, 24), (3, _C.FIRST_ROUND)}
 
@@ -415,7 +415,7 @@ def test_a_captured_pass_catches_up(name: str, tmp_path: Path) -> None:
     for slots in ([0, 1, 2], [0, 2], [2], [2, 0]):
         run_round(engine, slots, 1)
     assert draft.rests.num_kept.tolist() == [3, 1, 4, 0]
-    rings = engine._executor.round.rings
+    rings = engine.core.executor.round.rings
     record = rings.commands[int(rings.num_applied) % len(rings.commands)]
     record.fill_(-1)
     record[2:5] = torch.tensor([2, -1, 0])

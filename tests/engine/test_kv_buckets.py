@@ -195,13 +195,13 @@ def test_texts_cross_bounds(
             device=device,
         )
         seen: set[int] = set()
-        launch, most = engine._executor.round.launch, engine.config.max_len + engine.config.reserve
+        launch, most = engine.core.executor.round.launch, engine.config.max_len + engine.config.reserve
 
         def launch_bounded(batch: int, num_rows: int, max_kv_len: int) -> None:
             seen.add(max_kv_len)
             launch(batch, num_rows, max_kv_len if bounded else most)
 
-        engine._executor.launch = launch_bounded  # of rounds that are no graphs
+        engine.core.executor.launch = launch_bounded  # of rounds that are no graphs
         outputs = engine.generate(prompts, params)
         if engine.graphs is not None:
             num_kinds = sum(map(len, engine.config.all_rows))
@@ -223,8 +223,8 @@ def test_texts_cross_bounds(
 def test_a_round_that_is_told_too_little_says_so(device: torch.device) -> None:
     """The bound is what attention goes by, and a wrong one is no wrong text."""
     engine = Engine(TARGET, max_len=512, num_slots=1, dtype=torch.float32, device=device, cuda_graph=False)
-    launch = engine._executor.round.launch
-    engine._executor.launch = lambda batch, num_rows, max_kv_len: launch(batch, num_rows, min(max_kv_len, 40))
+    launch = engine.core.executor.round.launch
+    engine.core.executor.launch = lambda batch, num_rows, max_kv_len: launch(batch, num_rows, min(max_kv_len, 40))
     with pytest.raises(GenerationError, match=r"BAD_LENGTH") as error:
         engine.generate([held_out("code")[0][:30]], SamplingParams(max_new_tokens=30, ignore_eos=True))
     assert 5 <= len(error.value.outputs[0].tokens) <= 12

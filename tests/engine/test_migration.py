@@ -63,13 +63,13 @@ def make_engine(target: Any, draft: Draft | None, device: torch.device | str, **
     engine = make_quick_engine(target, draft, device, **options)
     if engine.config.machine.device.type == "cpu":
         for part in ("launch", "forward"):  # the latter where grammars have their say in the middle of a round
-            begin = getattr(engine._executor, part)
+            begin = getattr(engine.core.executor, part)
 
             def late(*size: int, begin: Callable[..., None] = begin) -> None:
                 time.sleep(0.005)
                 begin(*size)
 
-            setattr(engine._executor, part, late)
+            setattr(engine.core.executor, part, late)
     return engine
 
 
@@ -87,11 +87,11 @@ def moved(a: Engine, b: Engine, request: Request, count: int) -> Request | None:
 
 def expect_nothing_left(engine: Engine) -> None:
     engine.clear_cache()
-    engine._scheduler.settle()
+    engine.core.scheduler.settle()
     if engine.config.machine.device.type == "cuda":
         torch.cuda.synchronize()
     assert int(engine.state.pool.num_free) == engine.config.num_pages
-    assert not engine._executor._arrived
+    assert not engine.core.executor._arrived
     assert all(int(pool.num_free) == len(pool.free_stack) for pool in engine.state.window_pools.values())
 
 
@@ -168,9 +168,9 @@ def test_rounds_at_rest(device: torch.device) -> None:
         make_engine(TARGET, eagle3(HEAD), device) as b,
     ):
         want = [b.generate([prompt], params)[0] for prompt in prompts]
-        costs = a._scheduler.costs
+        costs = a.core.scheduler.costs
         dear = [[1.0, *[1e6] * (len(us) - 1)] for us in costs.us]  # so that it always rests
-        a._scheduler.set_costs(_C.RoundCosts(costs.batches, costs.rows, dear, [1.0] * len(dear)))
+        a.core.scheduler.set_costs(_C.RoundCosts(costs.batches, costs.rows, dear, [1.0] * len(dear)))
         for prompt, old in zip(prompts, want, strict=True):
             request = a.submit(prompt, params)
             arrived = moved(a, b, request, 7)
@@ -232,12 +232,12 @@ def test_rows_stay_until_they_are_read(to_host: bool) -> None:
         (want,) = a.generate([prompt], BASE)
         exported = a.export_request(a.submit(prompt, BASE))
         shapes = [(tensor.shape, tensor.dtype) for tensor in exported.tensors.values()]
-        assert b._stream is not None and a._stream is not None
-        with torch.cuda.stream(b._stream):
+        assert b.core.stream is not None and a.core.stream is not None
+        with torch.cuda.stream(b.core.stream):
             torch.cuda._sleep(1_000_000_000)  # half a second
         request = b.import_request(exported.to("cpu") if to_host else exported)
         del exported
-        for stream in (a._stream, torch.cuda.current_stream()):  # to which the tensors' memory goes back
+        for stream in (a.core.stream, torch.cuda.current_stream()):  # to which the tensors' memory goes back
             with torch.cuda.stream(stream):
                 for _ in range(50):
                     _others = [torch.full(shape, 7, dtype=dtype, device="cuda") for shape, dtype in shapes]

@@ -21,9 +21,9 @@ def chunks_of(engine: Engine) -> list[Chunk]:
     """Of three slots, of which the first is behind another prefix; all have pages."""
     chunks = []
     for slot, (start, text) in enumerate(zip((7, 0, 0), (prompts()[5], prompts()[1], prompts()[2]), strict=True)):
-        engine._executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
+        engine.core.executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
         chunks.append((slot, start, text[start:]))
-    engine._executor.passes.launch(*packed(engine, [(0, 0, prompts()[5][:8])], Shape(1, 7, 1)))
+    engine.core.executor.passes.launch(*packed(engine, [(0, 0, prompts()[5][:8])], Shape(1, 7, 1)))
     return chunks
 
 
@@ -45,8 +45,8 @@ def expect_same(engine: Engine, other: Engine) -> None:
 @pytest.mark.parametrize("shape", [(12, 16, 3), (7, 64, 4), (3, 100, 3), (110, 1, 4)])
 def test_room_in_a_shape_changes_nothing(name: str, shape: tuple[int, int, int], device: torch.device) -> None:
     engine, other = (make_engine(name, device, num_slots=SLOTS, cuda_graph=False) for _ in range(2))
-    engine._executor.passes.launch(*packed(engine, chunks_of(engine), Shape(*shape)))
-    other._executor.passes.run(chunks_of(other))
+    engine.core.executor.passes.launch(*packed(engine, chunks_of(engine), Shape(*shape)))
+    other.core.executor.passes.run(chunks_of(other))
     expect_same(engine, other)
     assert other.state.seq_lens.tolist() == [59, 39, 8, 0]
 
@@ -85,19 +85,19 @@ def test_captured_passes_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch
     # Not adaptive: rounds that are timed leave something in slots that nobody holds.
     engine = make_engine(name, "cuda", num_slots=SLOTS, adaptive=False)
     other = make_engine(name, "cuda", num_slots=SLOTS, adaptive=False, cuda_graph=False)
-    assert len(engine._executor.passes.captured) == len(captured_shapes(2048, SLOTS, MAX_LEN))
-    with torch.inference_mode(), on_stream(engine._stream):
+    assert len(engine.core.executor.passes.captured) == len(captured_shapes(2048, SLOTS, MAX_LEN))
+    with torch.inference_mode(), on_stream(engine.core.stream):
         chunks = chunks_of(engine)
         monkeypatch.setattr(Passes, "launch", lambda *_: pytest.fail("launched call by call"))
         for passes in (chunks[:1], chunks[1:]):
-            engine._executor.prefill(passes)
+            engine.core.executor.prefill(passes)
     monkeypatch.undo()
-    with torch.inference_mode(), on_stream(other._stream):
-        other._executor.prefill(chunks_of(other))
+    with torch.inference_mode(), on_stream(other.core.stream):
+        other.core.executor.prefill(chunks_of(other))
     torch.cuda.synchronize()
     expect_same(engine, other)
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 def test_without_graphs_no_passes_are_captured() -> None:
-    assert not make_engine("eagle3-tree", "cuda", cuda_graph=False)._executor.passes.captured
+    assert not make_engine("eagle3-tree", "cuda", cuda_graph=False).core.executor.passes.captured

@@ -256,7 +256,7 @@ def cached_pages_watched(engine: Engine) -> Iterator[list[int]]:
 
         return run
 
-    executor: Any = engine._executor
+    executor: Any = engine.core.executor
     for name in ("prefill", "activate", "launch"):
         setattr(executor, name, watched(getattr(executor, name)))
     yield counts
@@ -278,7 +278,7 @@ def test_cached_rows_stay_as_they_are(name: str, device: torch.device) -> None:
     rng = random.Random(7)
     prompts = shared_prompts(8, rng)
     engine.generate(prompts, SamplingParams(20))
-    engine._scheduler.settle()
+    engine.core.scheduler.settle()
     pools = [group for pools in (engine.target.pools, *engine.draft.pools) for group in pools.groups]
     pages = cached_pages(engine)
     before = [kv[:, pages].clone() for group in pools for kv in (group.k, group.v)]
@@ -295,13 +295,13 @@ def test_cached_rows_stay_as_they_are(name: str, device: torch.device) -> None:
 def test_samples_that_come_together_prefill_their_prompt_once(name: str) -> None:
     engine = make_engine(DRAFTS[name](), num_slots=6, num_pages=600)
     chunks: list[tuple[int, int]] = []
-    prefill = engine._executor.prefill
+    prefill = engine.core.executor.prefill
 
     def count(each: list[Any]) -> None:
         chunks.extend((start, len(tokens) - 1) for _, start, tokens in each)
         prefill(each)
 
-    engine._executor.prefill = count  # type: ignore[method-assign]
+    engine.core.executor.prefill = count  # type: ignore[method-assign]
     prompt = held_out("code")[0][:80]
     outputs = engine.generate([prompt], SamplingParams(10, temperature=1.0, seed=0, n=6))
     assert chunks == [(0, 48), (48, 32)] + [(76, 4)] * 5
@@ -314,8 +314,8 @@ def test_a_slight_likeness_holds_nobody_up() -> None:
     """Who shares less than half of its prompt with one that is being prefilled does not wait for it."""
     engine = make_engine(None, num_slots=4, num_pages=600, prefill_chunk=2048)
     slots: list[int] = []
-    prefill = engine._executor.prefill
-    engine._executor.prefill = lambda each: (slots.append(len(each)), prefill(each))[1]  # type: ignore[method-assign]
+    prefill = engine.core.executor.prefill
+    engine.core.executor.prefill = lambda each: (slots.append(len(each)), prefill(each))[1]  # type: ignore[method-assign]
     first, second, *_ = held_out("code")
     engine.generate([first[:40], first[:12] + second[:28], second[:30]], SamplingParams(4))
     assert slots == [3]

@@ -30,8 +30,8 @@ from support.tiny_checkpoint import Comparison, reference_model
 def test_requests_share_the_rows_of_a_round(name: str, tmp_path: Path) -> None:
     """No more than the budget, some requests more than others, and the texts are those of the target."""
     engine = make_engine(DRAFTS[name](tmp_path), torch.device("cpu"), adaptive=True)
-    round, launch = engine._executor.round, engine._executor.launch
-    engine._executor.launch = lambda batch, rows, most: launch(batch, 4 * batch if rows > 0 else rows, most)  # type: ignore
+    round, launch = engine.core.executor.round, engine.core.executor.launch
+    engine.core.executor.launch = lambda batch, rows, most: launch(batch, 4 * batch if rows > 0 else rows, most)  # type: ignore
     seen: list[list[int]] = []
     commit = round.commit
 
@@ -79,7 +79,7 @@ def test_rounds_of_few_rows_draft_few_levels(rows: int, steps: int) -> None:
     """The first is drafted already when a round begins. Texts are those of the target."""
     draft = Eagle3(tiny_model("eagle3"), num_steps=5, topk=2, num_nodes=16)
     engine = make_engine(draft, torch.device("cpu"), adaptive=True, num_slots=4, batch_sizes=[4])
-    launch, step, passes = engine._executor.launch, draft.step, []
+    launch, step, passes = engine.core.executor.launch, draft.step, []
 
     def launched(batch: int, num_rows: int, most: int) -> None:
         passes.append(0)
@@ -89,7 +89,7 @@ def test_rounds_of_few_rows_draft_few_levels(rows: int, steps: int) -> None:
         passes[-1] += 1
         return step(*given)
 
-    engine._executor.launch = launched  # type: ignore[method-assign]
+    engine.core.executor.launch = launched  # type: ignore[method-assign]
     draft.step = stepped  # type: ignore[method-assign]
     expect_plain_texts(engine)
     assert set(passes) - {0} == {steps - 1} - {0} and len(passes) > 10
@@ -97,7 +97,7 @@ def test_rounds_of_few_rows_draft_few_levels(rows: int, steps: int) -> None:
 
 def test_who_is_idle_gets_nothing() -> None:
     engine = make_engine(Eagle3(tiny_model("eagle3")), torch.device("cpu"), adaptive=True)
-    state, round = engine.state, engine._executor.round
+    state, round = engine.state, engine.core.executor.round
     slots = torch.tensor([2, 0, -1, 1], dtype=torch.int32)
     scores = torch.zeros(4, 16)
     state.finish_reasons[2], state.status[1] = int(sd.FinishReason.STOP), int(sd.Status.STALLED)

@@ -69,7 +69,7 @@ def test_many_are_submitted_together(stream: bool) -> None:
                 got = request.result()
                 assert (got.tokens, got.text, got.index) == (output.tokens, output.text, index)
                 assert got.prompt_tokens == output.prompt_tokens
-                assert stream or request.num_pieces == 1 or request.params.stop_strings
+                assert stream or request.num_chunks == 1 or request.params.stop_strings
         expect_nothing_left(engine)
 
 
@@ -77,13 +77,13 @@ def test_a_list_joins_in_one_turn() -> None:
     """Whatever the loop is at when it comes: its first round has all of them."""
     rounds: list[int] = []
     with make_engine("none", num_slots=8, adaptive=False, max_len=1024) as engine:
-        launch = engine._executor.launch
+        launch = engine.core.executor.launch
 
         def note(batch: int, num_rows: int, max_kv_len: int) -> None:
             rounds.append(batch)
             launch(batch, num_rows, max_kv_len)
 
-        engine._executor.launch = note  # type: ignore[method-assign]
+        engine.core.executor.launch = note  # type: ignore[method-assign]
         for _ in range(20):
             rounds.clear()
             engine.generate(prompts(), SamplingParams(2, ignore_eos=True))
@@ -133,14 +133,14 @@ def test_a_piece_is_a_round_for_who_keeps_up() -> None:
     """A device that waits for the reader: there is a piece of every round."""
     turn = threading.Semaphore(0)
     with make_engine("chain") as engine:
-        launch = engine._executor.launch
+        launch = engine.core.executor.launch
 
         def wait(batch: int, num_rows: int, max_kv_len: int) -> None:
             if num_rows:
                 assert turn.acquire(timeout=30)
             launch(batch, num_rows, max_kv_len)
 
-        engine._executor.launch = wait  # type: ignore[method-assign]
+        engine.core.executor.launch = wait  # type: ignore[method-assign]
         request = engine.submit(prompts()[0], SamplingParams(NEW_TOKENS, ignore_eos=True))
         turn.release()
         pieces = []
@@ -355,7 +355,7 @@ def test_what_nobody_reads_costs_its_tokens() -> None:
     with make_engine("none", max_len=1024, num_slots=2) as engine:
         request = engine.submit([1], SamplingParams(900, ignore_eos=True))
         request.result()
-        assert request.num_pieces == 900
+        assert request.num_chunks == 900
         held = [value for value in gc.get_referents(request.__dict__) if not isinstance(value, type(engine))]
         sizes = sum(sys.getsizeof(value) for value in held)
         assert sizes < 4000 + 8 * 900 + sys.getsizeof(request.output.tokens)
@@ -384,14 +384,14 @@ def test_an_error_is_that_of_its_request_alone(tmp_path: Path) -> None:
 
 def test_an_exception_ends_the_requests_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_engine() as engine:
-        begin = engine._executor.begin
+        begin = engine.core.executor.begin
 
         def fail(slot: int, request: Any) -> None:
             begin(slot, request)
             if len(request.tokens) == 60:
                 raise MemoryError("no room")
 
-        monkeypatch.setattr(engine._executor, "begin", fail)
+        monkeypatch.setattr(engine.core.executor, "begin", fail)
         requests = [engine.submit(prompt, SamplingParams(8)) for prompt in prompts()]
         for prompt, request in zip(prompts(), requests, strict=True):
             if len(prompt) == 60:
@@ -434,7 +434,7 @@ def test_handing_out_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine._loop, "_hand_out", fail)
+    monkeypatch.setattr(engine.core.threads, "_deliver", fail)
     with pytest.raises(MemoryError, match="no room"):
         request.result(timeout=30)
     with pytest.raises(RuntimeError, match=r"^Engine is closed, expected an open one$"):
@@ -459,7 +459,7 @@ def test_bad_prompts(prompt: Any, message: str) -> None:
         assert str(error.value) == message
         with pytest.raises(ValueError, match="SamplingParams: stop_token_ids has 17 entries, expected at most 16"):
             engine.submit([1], SamplingParams(stop_token_ids=range(17)))
-        assert not engine._loop._threads, "nothing has started"
+        assert not engine.core.threads._threads, "nothing has started"
 
 
 @pytest.mark.parametrize(
@@ -519,16 +519,16 @@ def test_an_interrupt_behind_the_submission(num_known: int | None) -> None:
 
     params = SamplingParams(20 if num_known is None else 100_000, ignore_eos=True)  # unknown to all, they run on
     with make_engine(max_len=1024) as engine:
-        scheduler = engine._loop._scheduler
-        engine._loop._scheduler = Interrupted(scheduler)  # type: ignore[assignment]
+        scheduler = engine.core.threads._scheduler
+        engine.core.threads._scheduler = Interrupted(scheduler)  # type: ignore[assignment]
         for start in (engine.generate, engine.submit_many):
             with pytest.raises(KeyboardInterrupt):
                 start(prompts(), params)
-        engine._loop._scheduler = scheduler
+        engine.core.threads._scheduler = scheduler
         assert [len(output.tokens) for output in engine.generate(prompts(), SamplingParams(4, ignore_eos=True))] == [
             4
         ] * 8
-        while scheduler.num_running or scheduler.num_waiting or engine._loop._requests:
+        while scheduler.num_running or scheduler.num_waiting or engine.core.threads._requests:
             time.sleep(0.001)
         expect_nothing_left(engine)
 
@@ -569,7 +569,7 @@ def test_close_cancels_what_runs() -> None:
         waiting = [pool.submit(request.result) for request in requests[:2]]
         generating = pool.submit(engine.generate, prompts(), LONG)
         reading = pool.submit(list, requests[2])
-        while engine._scheduler.num_waiting < 10:
+        while engine.core.scheduler.num_waiting < 10:
             time.sleep(0.001)
         engine.close()
         engine.close()
@@ -577,7 +577,7 @@ def test_close_cancels_what_runs() -> None:
         outputs = [future.result(30) for future in waiting] + generating.result(30)
         assert {output.finish_reason for output in outputs} == {FinishReason.CANCELLED}
         assert reading.result(30)[-1].finish_reason == FinishReason.CANCELLED
-    assert not any(thread.is_alive() for thread in engine._loop._threads)
+    assert not any(thread.is_alive() for thread in engine.core.threads._threads)
     for start in (lambda: engine.submit([1]), lambda: engine.generate([1])):
         with pytest.raises(RuntimeError) as error:
             start()
@@ -604,7 +604,7 @@ def test_close_from_a_callback() -> None:
         else:
             (output,) = engine.generate(prompts()[0], LONG, on_tokens=lambda _new, engine=engine: engine.close())
             assert output.finish_reason == FinishReason.CANCELLED
-        for thread in engine._loop._threads:
+        for thread in engine.core.threads._threads:
             thread.join(30)
             assert not thread.is_alive()
 
@@ -615,15 +615,15 @@ def test_an_engine_without_references_is_collected() -> None:
     engine = make_engine()
     engine.generate(prompts(), params())
     request = engine.submit(prompts()[0])
-    alive, threads = weakref.ref(engine), engine._loop._threads
+    alive, threads = weakref.ref(engine.core), engine.core.threads._threads
     del engine
-    assert request.result().tokens, "a request keeps its engine"
+    assert request.result().tokens, "a request keeps the core of its engine"
     gc.disable()
     try:
         del request
         deadline = time.monotonic() + 30
         while alive() is not None and time.monotonic() < deadline:
-            time.sleep(0.001)  # the thread that has told of the end may not be done with it
+            time.sleep(0.001)  # the thread that delivered the end may still hold it
         assert alive() is None
     finally:
         gc.enable()

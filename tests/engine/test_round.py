@@ -145,10 +145,10 @@ def test_retraction_loses_nothing(name: str, device: torch.device) -> None:
     want = roomy.generate(prompts()[:5], params)
     tight = make_engine(name, device, num_slots=4, num_pages=roomy.state.pool.page_table.shape[1] + 4)
     got = tight.generate(prompts()[:5], params)
-    assert tight._scheduler.num_retractions > 0
+    assert tight.core.scheduler.num_retractions > 0
     assert [o.tokens for o in got] == [o.tokens for o in want]
     firsts = [60 - o.stats.accepted - o.stats.rounds for o in got]  # tokens of first rounds, one each time it began
-    assert min(firsts) == 1 and 5 < sum(firsts) <= 5 + tight._scheduler.num_retractions
+    assert min(firsts) == 1 and 5 < sum(firsts) <= 5 + tight.core.scheduler.num_retractions
     pool = tight.state.pool
     assert int(pool.num_free[0]) == len(pool.free_stack) and not pool.page_refs.any()
 
@@ -188,7 +188,7 @@ def test_the_ngram_streams_are_the_texts_of_the_requests(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(engine.draft, "index", Recorder())
     outputs = engine.generate(prompts()[:5], SamplingParams(max_new_tokens=60, ignore_eos=True))
-    assert engine._scheduler.num_retractions > 0 and begun > 5 and not running
+    assert engine.core.scheduler.num_retractions > 0 and begun > 5 and not running
     assert [texts[request] for request in sorted(texts)] == [o.prompt_tokens + o.tokens for o in outputs]
     statistics = index.statistics
     assert statistics.inserted == sum(map(len, texts.values()))
@@ -221,7 +221,7 @@ def test_captured_rounds_feed_the_index(name: str) -> None:
     engine = make_engine(name, "cuda", num_slots=4, num_pages=60, adaptive=False)  # whose plain rounds look nothing up
     assert engine.graphs is not None
     outputs = engine.generate(prompts()[:6], SamplingParams(max_new_tokens=60, ignore_eos=True))
-    assert engine._scheduler.num_retractions > 0
+    assert engine.core.scheduler.num_retractions > 0
     draft: Any = engine.draft
     torch.cuda.synchronize()  # the last rounds may still run, on the engine's stream
     index = (draft if name == "ngram" else draft.second).index.to("cpu")

@@ -116,7 +116,7 @@ def test_soak(name: str, device: torch.device) -> None:
     def on_tokens(new: NewTokens) -> None:
         nonlocal finished
         if rng.random() < 0.03:
-            engine._scheduler.cancel(first + 1 + rng.randrange(REQUESTS))
+            engine.core.scheduler.cancel(first + 1 + rng.randrange(REQUESTS))
         if new.finish_reason != FinishReason.RUNNING:
             finished += 1
             if finished in (REQUESTS // 2, REQUESTS):

@@ -148,7 +148,7 @@ def test_rows_without_a_round_teach_nothing() -> None:
     engine.generate(prompts(0, 4), SamplingParams(8, ignore_eos=True))  # leaves drafts behind
     (part,) = calibrated_parts(engine.draft)
     assert part.calibration is not None
-    before, state, round = copy.deepcopy(part.calibration), engine.state, engine._executor.round
+    before, state, round = copy.deepcopy(part.calibration), engine.state, engine.core.executor.round
     state.finish_reasons[0] = int(FinishReason.STOP)
     state.seq_lens[1], state.finish_reasons[1] = 40, int(FinishReason.RUNNING)
     state.pool.num_free[0] = 0

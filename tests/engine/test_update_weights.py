@@ -123,7 +123,7 @@ def test_requests_that_wait_and_prefill(other: tuple[Path, Path], device: torch.
             engine.update_weights(tensors_of(weights))
         assert [len(request.result().tokens) for request in requests] == [12] * 12
         engine.clear_cache()
-        engine._scheduler.settle()
+        engine.core.scheduler.settle()
         if device.type == "cuda":
             torch.cuda.synchronize()
         assert int(engine.state.pool.num_free) == 200

@@ -248,7 +248,7 @@ def test_a_soak_loses_no_page(name: str, draft: str, device: torch.device) -> No
 
         def on_tokens(new: NewTokens) -> None:
             if rng.random() < 0.01:
-                engine._scheduler.cancel(first + 1 + rng.randrange(len(chosen)))
+                engine.core.scheduler.cancel(first + 1 + rng.randrange(len(chosen)))
 
         outputs = engine.generate([kinds[i] for i in chosen], params, on_tokens=on_tokens)
         stats = engine.stats()

@@ -81,7 +81,7 @@ def test_rounds_that_cannot_be_captured_are_launched_call_by_call(
     """What a capture has left is undone before rounds are launched. Our own parts are captured, or it is an error."""
     options: dict[str, Any] = {"max_len": 64, "num_slots": 2, "dtype": torch.float32, "device": "cpu"}
     with Engine(tiny_model("llama", **NATIVE), implementation=implementation, **options) as engine:
-        executor, waited, made = engine._executor, [], []
+        executor, waited, made = engine.core.executor, [], []
         rings, passes = executor.round.rings, executor.passes
 
         def capture(*_arguments: Any, **_named: Any) -> Any:

@@ -337,13 +337,13 @@ def test_prefixes_cost_all_levels_the_same() -> None:
 def test_any_levels_give_the_same_texts(name: str, device: torch.device, tmp_path: Path) -> None:
     """Whatever a round's number of nodes, in a pool from which requests are retracted."""
     engine = make_engine(DRAFTS[name](tmp_path), device, cuda_graph=False, num_pages=60)
-    rng, launch, most_nodes = random.Random(3), engine._executor.launch, engine.config.needs.num_nodes
+    rng, launch, most_nodes = random.Random(3), engine.core.executor.launch, engine.config.needs.num_nodes
 
     def launch_any(batch: int, rows: int, max_kv_len: int) -> None:
         levels = budget_levels(batch, most_nodes, equal=engine.draft.sampled) if rows > 0 else (rows,)
         launch(batch, rng.choice(levels), max_kv_len)
 
-    engine._executor.launch = launch_any  # type: ignore[method-assign]
+    engine.core.executor.launch = launch_any  # type: ignore[method-assign]
     expect_plain_texts(engine)
     # The rows of eagle3+ngram are many, and so are those of two rounds in flight: who is admitted stays.
     assert engine.stats().retractions > 0 or name == "eagle3+ngram" or device.type == "cuda"
@@ -437,7 +437,7 @@ def test_drawn_drafts_are_as_many_for_each_request(device: torch.device) -> None
     draft = Eagle3(HEAD, num_steps=5, topk=1, sampled=True)
     engine = make_engine(draft, device, adaptive=True, cuda_graph=False, batch_sizes=[2, 4])
     assert engine.config.rows == ((2, 4, 6, 8, 12), (4, 8, 12, 16, 24))
-    commit, seen = engine._executor.round.commit, 0
+    commit, seen = engine.core.executor.round.commit, 0
 
     def looked_at(drafted: Drafted) -> Any:
         nonlocal seen
@@ -446,7 +446,7 @@ def test_drawn_drafts_are_as_many_for_each_request(device: torch.device) -> None
         seen += num_rows > batch or drafted.rests  # and no first round
         return result
 
-    engine._executor.round.commit = looked_at  # type: ignore[method-assign]
+    engine.core.executor.round.commit = looked_at  # type: ignore[method-assign]
     expect_plain_texts(engine)
     assert seen == engine.stats().rounds > 0
 

@@ -180,7 +180,7 @@ def test_several_prompts_and_choices(server: Running, client: OpenAI) -> None:
 def test_prompts_that_begin_alike_are_prefilled_once(server: Running, client: OpenAI) -> None:
     """The choices of one prompt, and what goes on from its text: by rows that are prefilled, in usage and in metrics."""
     rows: list[int] = []
-    prefill = server.engine._executor.prefill
+    prefill = server.engine.core.executor.prefill
 
     def count(chunks: list[Any]) -> None:
         rows.extend(len(tokens) - 1 for _, _, tokens in chunks)
@@ -191,7 +191,7 @@ def test_prompts_that_begin_alike_are_prefilled_once(server: Running, client: Op
     want = [make_engine("none").generate([prompt], SamplingParams(12, temperature=1.0, seed=s))[0] for s in (5, 6, 7)]
     server.engine.clear_cache()
     before = samples(server)
-    server.engine._executor.prefill = count  # type: ignore[method-assign]
+    server.engine.core.executor.prefill = count  # type: ignore[method-assign]
     try:
         first = client.completions.create(**given)
         assert [choice.text for choice in first.choices] == [output.text for output in want]
@@ -205,7 +205,7 @@ def test_prompts_that_begin_alike_are_prefilled_once(server: Running, client: Op
         assert last.usage is not None and last.usage.prompt_tokens_details is not None
         assert last.usage.prompt_tokens_details.cached_tokens == most and sum(rows) == len(prompt) + 3 - most
     finally:
-        server.engine._executor.prefill = prefill  # type: ignore[method-assign]
+        server.engine.core.executor.prefill = prefill  # type: ignore[method-assign]
     server.wait_until_idle()
     after = samples(server)
     gained = {name: after[name] - before[name] for name in before}
@@ -747,7 +747,7 @@ def test_a_client_that_goes_away_gives_its_slots_back(server: Running, stream: b
     metrics = server.app.state.server.metrics
     with server.connection() as connection:
         connection.request("POST", COMPLETIONS, json.dumps(body))
-        wait_for(lambda: metrics.num_open == 3 and server.engine._scheduler.num_running == 3)
+        wait_for(lambda: metrics.num_open == 3 and server.engine.core.scheduler.num_running == 3)
         if stream:
             connection.getresponse().read1(20)
     server.wait_until_idle()

@@ -136,6 +136,6 @@ def test_soak(name: str) -> None:
         (half, *half_open), (end, *end_open) = left[1], left[3]
         assert end - half < 16 * 2**20
         assert all(last <= before + 4 for last, before in zip(end_open, half_open, strict=True))
-        assert engine._scheduler.num_running == engine._scheduler.num_waiting == 0
-        assert len(engine._loop._requests) == running.app.state.server.metrics.num_open == 0
+        assert engine.core.scheduler.num_running == engine.core.scheduler.num_waiting == 0
+        assert len(engine.core.threads._requests) == running.app.state.server.metrics.num_open == 0
         expect_nothing_lost(engine)

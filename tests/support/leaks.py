@@ -24,18 +24,18 @@ def cached_pages(engine: Engine) -> list[int]:
 
 def expect_nothing_left(engine: Engine) -> None:
     """No page, slot or request. What the prefix cache keeps is no leak: such a page is its own, once, and not free."""
-    engine._scheduler.settle()
+    engine.core.scheduler.settle()
     if engine.device.type == "cuda":
         torch.cuda.synchronize()  # slots are given back by a record that the device may not have come to
     pool, cached = engine.state.all_pages, cached_pages(engine)
     free = pool.free_stack[: int(pool.num_free)].tolist()
     assert sorted(free + cached) == list(range(engine.config.num_pages))
     assert pool.page_refs.nonzero().flatten().tolist() == cached and int(pool.page_refs.sum()) == len(cached)
-    assert (engine._scheduler.num_cached_pages, engine._scheduler.num_shared_pages) == (len(cached), 0)
+    assert (engine.core.scheduler.num_cached_pages, engine.core.scheduler.num_shared_pages) == (len(cached), 0)
     for window in engine.state.window_pools.values():
         assert int(window.num_free) == len(window.free_stack) and not window.page_refs.any()
-    assert engine._scheduler.num_running == engine._scheduler.num_waiting == 0
-    assert not engine._loop._requests and not engine.state.status.any()
+    assert engine.core.scheduler.num_running == engine.core.scheduler.num_waiting == 0
+    assert not engine.core.threads._requests and not engine.state.status.any()
 
 
 def resident_bytes() -> int:

@@ -44,7 +44,7 @@ def prompts() -> list[list[int]]:
 
 def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget: int = 100) -> list[int]:
     """What the scheduler does for a request that gets a slot, its first round included, whose token is returned."""
-    executor, state, rows = engine._executor, engine.state, len(text)
+    executor, state, rows = engine.core.executor, engine.state, len(text)
     give_back(engine, slot)
     executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
     for start in range(0, rows, chunk):
@@ -67,7 +67,7 @@ def run(engine: Engine, slots: list[int], num_nodes: int | None = None) -> dict[
     num_rows = len(slots) * (num_nodes or engine.config.needs.num_nodes)
     if num_nodes == _C.FIRST_ROUND:
         num_rows = num_nodes
-    round = engine._executor.round
+    round = engine.core.executor.round
     with torch.inference_mode():
         result = round.commit(round.run_target(torch.tensor(slots, dtype=torch.int32, device=engine.device), num_rows))
     lengths = result.accepted.num_valid.tolist()

@@ -17,7 +17,7 @@ LET_GO = 0.1  # seconds in which whoever asks the loop to stand still gets there
 @contextmanager
 def rounds_held(engine: Engine, after: int = 0) -> Iterator[None]:
     """Within, an engine on the CPU launches so many rounds more, and another one when its loop is to stand still."""
-    launch, paused = engine._executor.launch, engine._loop.paused
+    launch, paused = engine.core.executor.launch, engine.core.threads.paused
     let_go, numbers = threading.Event(), itertools.count()
 
     def wait(batch: int, num_rows: int, max_kv_len: int) -> None:
@@ -32,10 +32,10 @@ def rounds_held(engine: Engine, after: int = 0) -> Iterator[None]:
         with paused(**options):
             yield
 
-    engine._executor.launch = wait  # type: ignore[method-assign]
-    engine._loop.paused = pausing  # type: ignore[method-assign, assignment]
+    engine.core.executor.launch = wait  # type: ignore[method-assign]
+    engine.core.threads.paused = pausing  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         let_go.set()
-        engine._executor.launch, engine._loop.paused = launch, paused  # type: ignore[method-assign]
+        engine.core.executor.launch, engine.core.threads.paused = launch, paused  # type: ignore[method-assign]

@@ -80,10 +80,9 @@ def answered(
     console: Console, engine: Engine, messages: list[dict[str, Any]], sampling: SamplingParams, template: str | None
 ) -> RequestOutput:
     """Prints the answer as it comes; Ctrl-C ends it, and it stands as far as it came."""
-    from ..engine.text.prompts import chat_tokens
 
     options = {} if template is None else {"chat_template": template}
-    tokens = chat_tokens(messages, engine.tokenizer, engine._no_tokenizer, options)
+    tokens = engine.core.inputs.tokenize_chat(messages, options)
     begin = time.perf_counter()
     request = engine.submit(tokens, sampling)
     printer = Printer(console, engine)

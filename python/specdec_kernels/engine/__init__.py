@@ -1,6 +1,9 @@
 """The engine: loads a target and a draft, batches requests continuously, and generates by speculative decoding."""
 
-from .async_engine import AsyncEngine, AsyncRequest, merged
+import warnings
+from typing import Any
+
+from .async_engine import AsyncEngine, AsyncRequest, merge_streams
 from .device.kv_buckets import AttentionCall
 from .drafts import (
     Committed,
@@ -19,9 +22,10 @@ from .drafts import (
 )
 from .engine import Engine
 from .options import EngineOptions
-from .outputs import EngineStats, GenerationError, NewTokens, RequestOutput, RequestStats, TokenLogprob
+from .outputs import GenerationError, NewTokens, RequestOutput, RequestStats, TokenLogprob
 from .params import SamplingParams
 from .request import Request
+from .stats import EngineStats
 from .transfer.migration import ExportedRequest
 
 __all__ = [
@@ -52,5 +56,12 @@ __all__ = [
     "Standalone",
     "TokenLogprob",
     "Union",
-    "merged",
+    "merge_streams",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "merged":
+        warnings.warn("engine.merged is engine.merge_streams since 0.3.0", DeprecationWarning, stacklevel=2)
+        return merge_streams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The engine for asyncio: waiting for tokens is awaiting them, and a cancelled task cancels its request."""
+"""The engine for asyncio: tasks await tokens, and a cancelled task cancels its request."""
 
 from __future__ import annotations
 
@@ -9,65 +9,74 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ..status import FinishReason
-from .engine import Engine, one_sample
+from .engine import Engine
+from .inputs import single_sample
 from .outputs import NewTokens, RequestOutput
 from .params import SamplingParams
-from .request import BaseRequest, Order
+from .request import BaseRequest, RequestHost, RequestSpec
 from .transfer.migration import ExportedRequest, params_of
 from .weight_updates import Weights
 
 
 class AsyncRequest(BaseRequest):
-    """A request that `AsyncEngine.submit` has started, for tasks of the event loop it was submitted from.
+    """A request started by `AsyncEngine.submit`, for tasks of the event loop it was submitted from.
 
-    Iterate over it with `async for` as over a `Request` with `for`: every iteration begins with the first token.
-    A task that is cancelled while it waits for it cancels the request.
+    Iterate over it with `async for`, as over a `Request` with `for`: each iteration starts with the first token. A task
+    that is cancelled while it waits for the request cancels the request.
     """
 
-    def __init__(self, engine: Engine, order: Order, inbox: Inbox) -> None:
-        super().__init__(engine, order, inbox.tell)
-        self._inbox = inbox
+    def __init__(self, host: RequestHost, spec: RequestSpec, notifier: LoopNotifier) -> None:
+        super().__init__(host, spec, notifier.notify)
+        self.notifier = notifier
         self._waiting: set[asyncio.Future[None]] = set()
 
     async def result(self) -> RequestOutput:
-        """Its output once it has ended; of one that was cancelled, or out of its time, what came until then.
+        """Wait for the end, and return the output; of a cancelled or timed-out request, the tokens up to then.
 
         Raises:
-            GenerationError: the device gave up on it.
-            Exception: what its part of a round, or of a prefill, has raised.
+            GenerationError: the device gave up on the request.
+            Exception: raised by its part of a round or of a prefill.
         """
         while not self.done():
-            await news([self])
+            await wait_for_update([self])
         return self.outcome()
 
     def __aiter__(self) -> AsyncIterator[NewTokens]:
-        return merged([self])
+        return merge_streams([self])
+
+    def add_waiting(self, future: asyncio.Future[None]) -> None:
+        """Complete the future at the next update."""
+        self._waiting.add(future)
+
+    def discard_waiting(self, future: asyncio.Future[None]) -> None:
+        """Forget the future."""
+        self._waiting.discard(future)
 
     def wake(self) -> None:
-        """In the event loop: those who wait look again."""
+        """Complete the futures of waiting tasks; called in the event loop."""
         waiting, self._waiting = self._waiting, set()
         for future in waiting:
             if not future.done():
                 future.set_result(None)
 
 
-async def merged(requests: Sequence[AsyncRequest]) -> AsyncIterator[NewTokens]:
-    """What any of several requests gains, as it comes: an iteration over all of them, in one task.
+async def merge_streams(requests: Sequence[AsyncRequest]) -> AsyncIterator[NewTokens]:
+    """Iterate over the new tokens of several requests as they come, in one task.
 
-    `NewTokens.index` says whose it is, where they were submitted together. A task that is cancelled while it waits
-    cancels them all.
+    `NewTokens.index` and `NewTokens.sample` name the request if they were submitted together. A task that is cancelled
+    while it waits cancels all of them.
 
     Raises:
-        GenerationError, Exception: what ends one of them, as its own iteration would.
+        GenerationError, Exception: what ends one of the requests, as its own iteration would.
     """
     seen = dict.fromkeys(requests, 0)
     while seen:
-        gained = [request for request, begin in seen.items() if request.num_pieces > begin]
-        if not gained:
-            await news(list(seen))
-        for request in gained:
-            begin, end = seen[request], request.num_pieces
-            new = request.pieces(begin, end)
+        updated = [request for request, begin in seen.items() if request.num_chunks > begin]
+        if not updated:
+            await wait_for_update(list(seen))
+        for request in updated:
+            begin, end = seen[request], request.num_chunks
+            new = request.chunks(begin, end)
             seen[request] = end
             if new.finish_reason:
                 del seen[request]
@@ -76,16 +85,16 @@ async def merged(requests: Sequence[AsyncRequest]) -> AsyncIterator[NewTokens]:
             yield new
 
 
-async def news(requests: Sequence[AsyncRequest]) -> None:
-    """Returns when one of them has gained something, of which the event loop hears once this task waits."""
+async def wait_for_update(requests: Sequence[AsyncRequest]) -> None:
+    """Wait until one of the requests has an update. The event loop learns of it only while this task waits."""
     loop = asyncio.get_running_loop()
     for request in requests:
-        request._engine._loop.expect_to_wait()
-        if loop is not request._inbox.loop():
+        request.host.expect_to_wait()
+        if loop is not request.notifier.loop():
             raise RuntimeError(f"AsyncRequest: request {request.id} belongs to another event loop, expected that one")
     future = loop.create_future()
     for request in requests:
-        request._waiting.add(future)
+        request.add_waiting(future)
     try:
         await future
     except asyncio.CancelledError:
@@ -94,45 +103,49 @@ async def news(requests: Sequence[AsyncRequest]) -> None:
         raise
     finally:
         for request in requests:
-            request._waiting.discard(future)
+            request.discard_waiting(future)
 
 
-class Inbox:
-    """Tells one event loop of its requests: one call of it a turn, whatever their number."""
+class LoopNotifier:
+    """Notifies one event loop of updates of its requests: one call per turn, whatever their number."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = weakref.ref(loop)
 
-    def tell(self, requests: list[Any]) -> None:
+    def notify(self, requests: list[Any]) -> None:
+        """Wake the tasks that wait for these requests (an `OnUpdate`); cancel requests of a loop that is gone."""
         loop = self.loop()
         try:
             if loop is not None:
                 loop.call_soon_threadsafe(wake_all, requests)
                 return
-        except RuntimeError:  # it is closed
+        except RuntimeError:  # the loop is closed
             pass
         for request in requests:
-            request.cancel()  # nobody is left to read it
+            request.cancel()
 
 
 def wake_all(requests: list[AsyncRequest]) -> None:
+    """Wake the tasks that wait for any of the requests."""
     for request in requests:
         request.wake()
 
 
 class AsyncEngine:
-    """An `Engine` for asyncio, for any number of event loops at a time, each in its thread.
+    """An `Engine` for asyncio, for any number of event loops at a time, each in its own thread.
 
-    It polls nothing: the thread that hands out results tells an event loop once a turn of all that its requests gained.
-    `async with` closes the engine in the end.
+    Nothing polls: the thread that delivers results notifies an event loop once a turn of all updates of its requests.
+    `async with` closes the engine at the end.
 
     Args:
-        engine: what runs the requests. It can be used beside this, and by more than one of these.
+        engine: runs the requests. It can be used directly at the same time, and by several `AsyncEngine`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._inboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox] = weakref.WeakKeyDictionary()
+        self._notifiers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopNotifier] = (
+            weakref.WeakKeyDictionary()
+        )
         self._lock = threading.Lock()
 
     async def submit(
@@ -143,15 +156,16 @@ class AsyncEngine:
         add_special_tokens: bool = True,
         stream: bool = True,
     ) -> AsyncRequest:
-        """As `Engine.submit`. Text becomes tokens in another thread, for the event loop has other things to do."""
+        """Start one request, as `Engine.submit`. Text is tokenized in another thread."""
+        inputs = self.engine.core.inputs
         given = [prompt], ["submit: prompt"], add_special_tokens
         if isinstance(prompt, str):
-            token_lists = await asyncio.to_thread(self.engine._tokens, *given)
+            token_lists = await asyncio.to_thread(inputs.tokenize, *given)
         else:
-            token_lists = self.engine._tokens(*given)
-        one = one_sample(params)
-        await self._compile([one])
-        return self.engine._submit(AsyncRequest, token_lists, [one], stream, self._inbox())[0]
+            token_lists = inputs.tokenize(*given)
+        one = single_sample(params)
+        await self.compile_grammars([one])
+        return self.submit_tokens(token_lists, [one], stream=stream)[0]
 
     async def submit_many(
         self,
@@ -161,22 +175,29 @@ class AsyncEngine:
         add_special_tokens: bool = True,
         stream: bool = True,
     ) -> list[AsyncRequest]:
-        """As `Engine.submit_many`. Text becomes tokens in another thread."""
+        """Start several requests together, as `Engine.submit_many`. Text is tokenized in another thread."""
+        inputs = self.engine.core.inputs
         given = "submit_many", prompts, params, add_special_tokens
         if any(isinstance(prompt, str) for prompt in prompts):
-            token_lists, each = await asyncio.to_thread(self.engine._checked, *given)
+            token_lists, each = await asyncio.to_thread(inputs.tokenize_all, *given)
         else:
-            token_lists, each = self.engine._checked(*given)
-        await self._compile(each)
-        return self.engine._submit(AsyncRequest, token_lists, each, stream, self._inbox())
+            token_lists, each = inputs.tokenize_all(*given)
+        await self.compile_grammars(each)
+        return self.submit_tokens(token_lists, each, stream=stream)
+
+    def submit_tokens(
+        self, token_lists: Sequence[list[int]], params: Sequence[SamplingParams], *, stream: bool = True
+    ) -> list[AsyncRequest]:
+        """Start requests for checked token ids at once, without awaiting anything; call it in the event loop."""
+        return self.engine.core.submit(AsyncRequest, token_lists, params, stream, self._notifier())
 
     async def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, add_special_tokens: bool = True
     ) -> AsyncIterator[NewTokens]:
-        """Submits a request and iterates over it: `async for new in engine.generate(prompt, params)`.
+        """Submit a request and iterate over it: `async for new in engine.generate(prompt, params)`.
 
-        The request is cancelled where the iteration ends before it does. (Of a generator that was left by `break`
-        asyncio learns when it is collected; `contextlib.aclosing` ends it there and then.)
+        The request is cancelled if the iteration ends first. (asyncio learns of a generator that was left by `break`
+        only when it is collected; `contextlib.aclosing` ends it at once.)
         """
         request = await self.submit(prompt, params, add_special_tokens=add_special_tokens)
         try:
@@ -185,37 +206,37 @@ class AsyncEngine:
         finally:
             request.cancel()
 
-    async def _compile(self, each: Sequence[SamplingParams]) -> None:
-        """Grammars in another thread, which may take a second; then they are there."""
-        for one in each:
-            if one.constraint[0] and self.engine.config.grammars:
-                await asyncio.to_thread(self.engine._grammars.compiled, one)
+    async def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
+        """Compile the grammars of parameters in another thread, since one may take seconds; `submit` reuses them."""
+        inputs = self.engine.core.inputs
+        if any(map(inputs.has_grammar, params)):
+            await asyncio.to_thread(inputs.compile_grammars, params)
 
     async def update_weights(
         self, weights: Weights | None = None, draft: Weights | Sequence[Weights | None] | None = None
     ) -> None:
-        """`Engine.update_weights`, in another thread."""
+        """Call `Engine.update_weights` in another thread."""
         await asyncio.to_thread(self.engine.update_weights, weights, draft)
 
     async def export_request(self, request: BaseRequest) -> ExportedRequest:
-        """`Engine.export_request`, in another thread."""
+        """Call `Engine.export_request` in another thread."""
         return await asyncio.to_thread(self.engine.export_request, request)
 
     async def import_request(self, exported: ExportedRequest, *, stream: bool = True) -> AsyncRequest:
-        """As `Engine.import_request`."""
-        await self._compile([params_of(exported.values)])
-        return self.engine._import(AsyncRequest, exported, stream, self._inbox())
+        """Continue a request that has left another engine, as `Engine.import_request`."""
+        await self.compile_grammars([params_of(exported.values)])
+        return self.engine.core.import_request(AsyncRequest, exported, stream, self._notifier())
 
     async def sleep(self, level: int = 1) -> None:
-        """`Engine.sleep`, in another thread."""
+        """Call `Engine.sleep` in another thread."""
         await asyncio.to_thread(self.engine.sleep, level)
 
     async def wake(self) -> None:
-        """`Engine.wake`, in another thread."""
+        """Call `Engine.wake` in another thread."""
         await asyncio.to_thread(self.engine.wake)
 
     async def close(self) -> None:
-        """Closes the engine: `Engine.close`, in another thread."""
+        """Call `Engine.close` in another thread."""
         await asyncio.to_thread(self.engine.close)
 
     async def __aenter__(self) -> AsyncEngine:
@@ -224,7 +245,7 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _inbox(self) -> Inbox:
+    def _notifier(self) -> LoopNotifier:
         loop = asyncio.get_running_loop()
         with self._lock:
-            return self._inboxes.setdefault(loop, Inbox(loop))
+            return self._notifiers.setdefault(loop, LoopNotifier(loop))

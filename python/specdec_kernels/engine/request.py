@@ -1,82 +1,110 @@
-"""One request: what it has produced so far, how it ended, and how threads wait for either."""
+"""One request: its output so far, how it ended, and threads that wait for either."""
 
 from __future__ import annotations
 
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from threading import Condition
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .. import _C
 from ..status import FinishReason, Status
 from .outputs import GenerationError, NewTokens, RequestOutput, TokenLogprob
 from .params import SamplingParams
 from .text.stop_strings import StopStrings
-from .transfer.migration import Arrival, logprobs_of
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .transfer.kv_transfer import MigratedKv
 
 logger = logging.getLogger(__name__)
 
-FINE = Status(0)
+NO_ERROR = Status(0)
 
-# Called once a turn, by the thread that hands out results, with the requests that gained something, in the order in
-# which they did: one that gained something in two turns may be there twice.
-Tell = Callable[[list[Any]], None]
+# Called once a turn, by the thread that delivers results, with the requests that have an update, in the order of the
+# updates. A request with updates of two turns may be listed twice.
+OnUpdate = Callable[[list[Any]], None]
 
 
-class Order(NamedTuple):
-    """What a request is made of, as its caller gave it and the engine completed it."""
+class RequestHost(Protocol):
+    """What a request needs of the engine that runs it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer that decodes outputs, or None."""
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request after the round that runs; return False if it had ended."""
+
+    def expect_to_wait(self) -> None:
+        """Raise RuntimeError in a thread that must not wait for a request."""
+
+
+class RequestSpec(NamedTuple):
+    """A request as its caller gave it and the engine completed it."""
 
     place: int  # among the prompts submitted with it: the index of its output
     prompt: list[int]
-    params: SamplingParams  # with a seed where one is needed
+    params: SamplingParams  # with a seed if one is needed
     stop_tokens: list[int]
     stop: StopStrings | None
-    num_logprobs: int  # -1: none, 0: of the token alone
+    num_logprobs: int  # -1: none, 0: that of the token only
     new_matcher: Callable[[], Any] | None = None  # of its grammar, if it has one
     prediction: Sequence[int] = ()
-    sample: int = 0  # of those of its prompt
+    sample: int = 0  # among the n samples of its prompt
+
+
+@dataclass(frozen=True)
+class ResumedRequest:
+    """State that a request brings from the engine that it has left."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    index: int
+    sample: int
+    counts: Sequence[int]  # rounds, drafted, accepted and cached tokens
+    kv: MigratedKv
 
 
 class BaseRequest:
-    """What `Request` and `AsyncRequest` share: one thread writes what the request gains, any number read it.
+    """What `Request` and `AsyncRequest` share: one thread writes the output, any number of threads read it.
 
-    Nothing is queued for readers. A reader remembers how many rounds it has seen, and finds the tokens of all others in
-    `output`: who reads late, or never, costs the memory of the tokens alone.
+    Nothing is queued for readers. A reader remembers how many chunks it has seen, and finds the tokens of later chunks
+    in `output`. A slow reader costs only the memory of the tokens.
 
     Attributes:
-        id: the engine's number for it. Ids rise.
-        params: how it is decoded, with a seed where one is needed.
-        output: the result as far as it has come.
-        stop_tokens, prediction: token ids, as `params` and the model have them.
+        id: the engine's number for it; ids increase.
+        params: how it is decoded, with a seed if one is needed.
+        output: the result so far.
+        stop_tokens, prediction: token ids, by `params` and the model.
+        host: the engine that runs it.
+        status: why the device gave up on it.
+        error: exception that ended it, or None.
     """
 
-    def __init__(self, engine: Engine, order: Order, tell: Tell) -> None:
-        place, prompt, params, stop_tokens, stop, num_logprobs, new_matcher, prediction, sample = order
+    def __init__(self, host: RequestHost, spec: RequestSpec, on_update: OnUpdate) -> None:
+        params = spec.params
         self.id = -1
-        self.params, self.tell = params, tell
+        self.params, self.on_update, self.host = params, on_update, host
         self.output = RequestOutput(
-            place,
-            prompt,
+            spec.place,
+            spec.prompt,
             seed=params.seed if params.temperature > 0 else None,
-            logprobs=[] if num_logprobs >= 0 else None,
-            sample=sample,
+            logprobs=[] if spec.num_logprobs >= 0 else None,
+            sample=spec.sample,
         )
-        self.status = FINE  # where the device gave up on it: why
-        self.error: BaseException | None = None  # what ended it, where that was an exception
-        self._engine = engine
-        self.stop_tokens, self.prediction = stop_tokens, prediction
-        self._stop, self._num_logprobs, self._new_matcher = stop, num_logprobs, new_matcher
-        self._before: Sequence[int] = (0, 0, 0, 0)  # rounds and so on that it had in another engine
-        self._arrival: Arrival | None = None
-        self._ends = array("q")  # of each emission: how many tokens there were behind it
-        self._ends_as: FinishReason | None = None  # decided here, while the scheduler has not let it go yet
-        self._num_pieces: int | None = None  # when there will be no more
+        self.status = NO_ERROR
+        self.error: BaseException | None = None
+        self.stop_tokens, self.prediction = spec.stop_tokens, spec.prediction
+        self._stop, self._num_logprobs, self._new_matcher = spec.stop, spec.num_logprobs, spec.new_matcher
+        self._counts_before: Sequence[int] = (0, 0, 0, 0)  # of another engine: rounds, drafted, accepted, cached tokens
+        self._migrated_kv: MigratedKv | None = None
+        self._ends = array("q")  # number of tokens after each chunk
+        self._ends_as: FinishReason | None = None  # decided here, while the scheduler still runs it
+        self._num_chunks: int | None = None  # in total, once there will be no more
         self._done = False
         self._callbacks: deque[Callable[[Any], object]] = deque()
 
@@ -84,15 +112,15 @@ class BaseRequest:
         state = self.output.finish_reason.name if self._done else "RUNNING"
         return f"<{type(self).__name__} {self.id}: {len(self.output.tokens)} tokens, {state}>"
 
-    def resume(self, values: Mapping[str, Any], arrival: Arrival) -> None:
-        """Before it is submitted: it goes on from where it left another engine, with the rows that it brings along."""
+    def resume(self, resumed: ResumedRequest) -> None:
+        """Go on, once submitted, from where the request left another engine, with the KV rows that it brings."""
         output = self.output
-        output.tokens += values["tokens"]
+        output.tokens += resumed.tokens
         if output.logprobs is not None:
-            output.logprobs += logprobs_of(values)
-        output.index, output.sample = values["index"], values["sample"]
-        self._before, self._arrival = values["counts"], arrival
-        output.stats.rounds, output.stats.drafted, output.stats.accepted, output.cached_tokens = self._before
+            output.logprobs += resumed.logprobs
+        output.index, output.sample = resumed.index, resumed.sample
+        self._counts_before, self._migrated_kv = resumed.counts, resumed.kv
+        output.stats.rounds, output.stats.drafted, output.stats.accepted, output.cached_tokens = resumed.counts
         if self._stop is not None:
             self._stop.find(output.tokens)
         if output.tokens:
@@ -102,7 +130,7 @@ class BaseRequest:
         """Return what the scheduler needs to know about the request."""
         params, produced = self.params, self.output.tokens
         edit = params.edits(len(self.output.prompt_tokens), self._new_matcher)
-        extra = edit, self.prediction, self._arrival
+        extra = edit, self.prediction, self._migrated_kv
         return _C.Submission(
             prompt=[*self.output.prompt_tokens, *produced],
             max_new_tokens=params.max_new_tokens - len(produced),
@@ -119,35 +147,35 @@ class BaseRequest:
             max_nodes=params.max_nodes,
             extra=extra if any(extra) else None,
             constrained=self._new_matcher is not None,
-            migrated=self._arrival is not None,
+            migrated=self._migrated_kv is not None,
             priority=params.priority,
             timeout_ns=params.timeout_ns,
         )
 
     def done(self) -> bool:
-        """Whether it has ended. Then it has given its slot and its pages back."""
+        """Return whether it has ended, and given back its slot and its pages."""
         return self._done
 
     def cancel(self) -> bool:
-        """End it as soon as the round that runs is over; the output keeps what came until then.
+        """End the request after the round that runs; the output keeps the tokens up to then.
 
-        Returns False where it had ended already. Any thread, any number of times.
+        Callable from any thread, any number of times. Returns False if the request had ended.
         """
-        return self._engine._loop.cancel(self.id)
+        return self.host.cancel(self.id)
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Call `callback(request)` when it has ended: at once, where it has already.
+        """Call `callback(request)` after the end of the request: at once if it has ended.
 
-        Callbacks run in the thread that hands out results to all requests: they should be short, and cannot wait for
-        another request. What one raises is logged.
+        Callbacks run in the thread that delivers the results of all requests. They should be short, and cannot wait for
+        another request. Exceptions of a callback are logged.
         """
         self._callbacks.append(callback)
         if self._done:
             self.run_callbacks()
 
-    # --- for the thread that hands out results
+    # --- for the thread that delivers results
 
-    def gain(
+    def update(
         self,
         tokens: list[int],
         reason: int,
@@ -159,10 +187,17 @@ class BaseRequest:
         scores: tuple[list[float], list[int], list[float]] | None,
         error: BaseException | None,
     ) -> bool:
-        """What the scheduler reports of it after a turn. False where that is nothing to a reader."""
+        """Add an update of the scheduler to the output. Return whether readers have something new to see.
+
+        Args:
+            tokens: new ones. reason: `FinishReason`, 0 while it runs. status: `Status` of the slot.
+            rounds, drafted, accepted, cached: totals so far.
+            scores: log-probabilities [T] of the tokens, the top ids [T * n] and their log-probabilities.
+            error: exception that ended it.
+        """
         output = self.output
         if self._ends_as is not None:
-            # What rounds that were on their way have brought is no part of the output.
+            # Rounds that were in flight when the end was decided add nothing.
             if not reason:
                 return False
             self._end(self._ends_as)
@@ -181,8 +216,7 @@ class BaseRequest:
         output.tokens += tokens
         if output.logprobs is not None and logprobs is not None:
             output.logprobs += logprobs
-        stats = output.stats
-        before = self._before
+        stats, before = output.stats, self._counts_before
         stats.rounds, stats.drafted, stats.accepted = rounds + before[0], drafted + before[1], accepted + before[2]
         output.cached_tokens = cached + before[3]
         if reason:
@@ -192,26 +226,27 @@ class BaseRequest:
             self._ends.append(len(output.tokens))
         return True
 
-    def fail(self, error: BaseException, *, gone: bool) -> None:
-        """It ends with what its own handling has raised; `gone`: the scheduler knows it no longer."""
+    def fail(self, error: BaseException, *, released: bool) -> None:
+        """End with an exception of `update`; `released`: the scheduler has let the request go."""
         self.error, self._ends_as = error, FinishReason.ERROR
-        if gone:
+        if released:
             self._end(FinishReason.ERROR)
         else:
             self.cancel()
 
     def _end(self, reason: FinishReason) -> None:
-        # Who sees the last piece sees that it is the last.
+        # In this order: a reader that sees the last chunk sees that it is the last.
         self.output.finish_reason = reason
-        self._num_pieces = len(self._ends) + 1
+        self._num_chunks = len(self._ends) + 1
         self._ends.append(len(self.output.tokens))
         self._done = True
 
     def run_callbacks(self) -> None:
+        """Run the callbacks that have not run yet, each once."""
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
-            except IndexError:  # somebody else has just taken the last one
+            except IndexError:  # another thread has just taken the last one
                 return
             try:
                 callback(self)
@@ -221,25 +256,25 @@ class BaseRequest:
     # --- for readers
 
     @property
-    def num_pieces(self) -> int:
-        """How often it gained something: in a round, or at its end."""
+    def num_chunks(self) -> int:
+        """Return the number of updates so far: one for each round that emitted tokens, and one for the end."""
         return len(self._ends)
 
-    def pieces(self, begin: int, end: int) -> NewTokens:
-        """What it gained from piece `begin` on, up to `end`, as one."""
+    def chunks(self, begin: int, end: int) -> NewTokens:
+        """Return chunks `begin` to `end` (exclusive) as one."""
         ends, output = self._ends, self.output
         bounds = [ends[begin - 1] if begin else 0, *ends[begin:end]]
         return NewTokens(
             output.index,
             output.tokens[bounds[0] : bounds[-1]],
-            output.finish_reason if end == self._num_pieces else FinishReason.RUNNING,
+            output.finish_reason if end == self._num_chunks else FinishReason.RUNNING,
             None if output.logprobs is None else output.logprobs[bounds[0] : bounds[-1]],
             [b - a for a, b in pairwise(bounds) if b > a],
             output.sample,
         )
 
     def outcome(self) -> RequestOutput:
-        """The output of a request that is done, or what it raises."""
+        """Return the output of a request that is done, or raise what ended it."""
         if self.error is not None:
             raise self.error
         if self.output.finish_reason == FinishReason.ERROR:
@@ -247,35 +282,38 @@ class BaseRequest:
         return self.with_text()
 
     def with_text(self) -> RequestOutput:
-        """The output of a request that is done: decoding is the reader's work, not that of who hands out results."""
-        tokenizer = self._engine.tokenizer
+        """Return the output of a request that is done, with its text. Readers decode, not the delivering thread."""
+        tokenizer = self.host.tokenizer
         if self.output.text is None and tokenizer is not None:
             self.output.text = tokenizer.decode(self.output.tokens, skip_special_tokens=True)
         return self.output
 
 
 class Request(BaseRequest):
-    """A request that `Engine.submit` has started.
+    """A request started by `Engine.submit`.
 
-    Iterate over it for its tokens as they are committed: `for new in request` gives `NewTokens`, of the rounds since
-    the last look, until the one with a finish reason. Every iteration begins with the first token, also in several
-    threads and after the end. All methods may be called from any thread.
+    Iterate over it for its tokens as they are committed: `for new in request` yields `NewTokens` of the rounds since
+    the last look, until one has a finish reason. Each iteration starts with the first token, also in several threads
+    and after the end. All methods may be called from any thread.
     """
 
-    def __init__(self, engine: Engine, order: Order) -> None:
-        self._bell = Bell()
-        super().__init__(engine, order, self._bell.ring)
+    def __init__(self, host: RequestHost, spec: RequestSpec) -> None:
+        self._updated = LazyCondition()
+        super().__init__(host, spec, self._updated.notify_all)
 
     def result(self, timeout: float | None = None) -> RequestOutput:
-        """Waits until it has ended.
+        """Wait for the end of the request.
+
+        Args:
+            timeout: seconds. None: no limit.
 
         Returns:
-            Its output; of one that was cancelled, or out of its time, what came until then.
+            The output; of a cancelled or timed-out request, the tokens up to then.
 
         Raises:
-            TimeoutError: it goes on after `timeout` seconds.
-            GenerationError: the device gave up on it.
-            Exception: what its part of a round, or of a prefill, has raised.
+            TimeoutError: the request still runs after `timeout` seconds.
+            GenerationError: the device gave up on the request.
+            Exception: raised by its part of a round or of a prefill.
         """
         if not self._wait_for(self.done, timeout):
             raise TimeoutError(f"result: request {self.id} goes on, expected its end within {timeout} s")
@@ -284,47 +322,51 @@ class Request(BaseRequest):
     def __iter__(self) -> Iterator[NewTokens]:
         new, seen = None, 0
         while new is None or not new.finish_reason:
-            begin, seen = seen, self._wait_for_piece(seen)
-            new = self.pieces(begin, seen)
+            begin, seen = seen, self._wait_for_chunk(seen)
+            new = self.chunks(begin, seen)
             if new.finish_reason == FinishReason.ERROR:
                 self.outcome()
             yield new
 
-    def _wait_for_piece(self, seen: int) -> int:
-        """How many there are when there are more than these."""
-        self._wait_for(lambda: self.num_pieces > seen)
-        return self.num_pieces
+    def _wait_for_chunk(self, seen: int) -> int:
+        """Wait for more than `seen` chunks, and return their number."""
+        self._wait_for(lambda: self.num_chunks > seen)
+        return self.num_chunks
 
     def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         if condition():
             return True
-        self._engine._loop.expect_to_wait()
-        return self._bell.wait_for(condition, timeout)
+        self.host.expect_to_wait()
+        return self._updated.wait_for(condition, timeout)
 
 
-class Bell:
-    """Wakes threads. To ring it costs next to nothing while nobody waits."""
+class LazyCondition:
+    """A condition variable whose `notify_all` costs next to nothing while no thread waits."""
 
     def __init__(self) -> None:
-        self._rung = Condition()
+        self._condition = Condition()
         self._num_waiting = 0
 
-    def wait_for(self, condition: Callable[[], bool], timeout: float | None) -> bool:
-        with self._rung:
-            self._num_waiting += 1  # before the condition is looked at, which changes before `ring` looks at this
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until the predicate holds, at most `timeout` seconds; return whether it holds."""
+        with self._condition:
+            # First the count, then the predicate: `notify_all` reads the count after the predicate has changed.
+            self._num_waiting += 1
             try:
-                return self._rung.wait_for(condition, timeout)
+                return self._condition.wait_for(predicate, timeout)
             finally:
                 self._num_waiting -= 1
 
-    def ring(self, _requests: list[Any]) -> None:
+    def notify_all(self, _requests: list[Any]) -> None:
+        """Wake all waiting threads (an `OnUpdate`)."""
         if self._num_waiting:
-            with self._rung:
-                self._rung.notify_all()
+            with self._condition:
+                self._condition.notify_all()
 
 
 def token_logprobs(
     logprobs: list[float], top_ids: list[int], top_logprobs: list[float], num_top: int
 ) -> list[TokenLogprob]:
+    """Return the log-probabilities of tokens, each with its `num_top` entries of the flat lists."""
     tops = list(zip(top_ids, top_logprobs, strict=True))
     return [TokenLogprob(own, tops[i * num_top : (i + 1) * num_top]) for i, own in enumerate(logprobs)]

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that runs: load, size the pools, capture, make the scheduler."""
+"""Startup of an engine: load the models, size the pools, capture CUDA graphs, create the scheduler."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from .options import RING_DEPTH
 from .tuning import calibrate
 
 
-@dataclass(frozen=True)
-class Opened:
-    """What an engine runs on."""
+@dataclass
+class Runtime:
+    """What an engine runs on. `graphs` is None where rounds are launched call by call, and while the engine sleeps."""
 
     config: EngineConfig
     executor: Executor
@@ -40,7 +40,7 @@ class Opened:
     scheduler: _C.Scheduler
 
 
-def open_engine(
+def open_runtime(
     model: str | Path | nn.Module,
     draft: Draft,
     config: EngineConfig,
@@ -52,10 +52,12 @@ def open_engine(
     costs: _C.RoundCosts | None,
     trace: bool,
     progress: bool,
-) -> Opened:
-    """Load target and draft, and make all that their rounds need. Where that fails, the draft is closed again.
+) -> Runtime:
+    """Load target and draft, and create what their rounds need. On failure, close the draft again.
 
-    `calibrations` are what the draft's begin with (`calibrations_for`), `costs` those of the rounds, if they are known.
+    Args:
+        calibrations: that the draft's models start with (`calibrations_for`).
+        costs: of rounds, if known; else they are measured.
     """
     executor = load_target(model, draft, config, adapter)
     round = executor.round
@@ -79,13 +81,13 @@ def open_engine(
         if draft.is_open:
             draft.close()
         raise
-    return Opened(config, executor, stream, graphs, scheduler)
+    return Runtime(config, executor, stream, graphs, scheduler)
 
 
 def load_target(
     model: str | Path | nn.Module, draft: Draft, config: EngineConfig, adapter: Path | None = None
 ) -> Executor:
-    """The target with its pools, the slots' state, and the rounds of both; the draft is still to be opened."""
+    """Load the target with its pools, and create slot state, rings and rounds; the draft is opened later."""
     device = config.machine.device
     options = ModelOptions(
         max_len=config.max_len,
@@ -145,7 +147,7 @@ def load_target(
 
 
 def check_windows(target: LanguageModel, pages: PagePlan) -> None:
-    """ValueError where a layer sees rows whose pages would be given back."""
+    """Raise ValueError if a layer sees rows whose pages would be given back."""
     for group in target.pools.groups:
         sees, kept = group.shape.window, pages.window
         if group.window is None and kept is not None and (sees is None or sees > kept):
@@ -157,7 +159,7 @@ def check_windows(target: LanguageModel, pages: PagePlan) -> None:
 def size_pools(
     executor: Executor, config: EngineConfig, stream: torch.cuda.Stream, trace: bool, progress: bool
 ) -> EngineConfig:
-    """Pools that take what `mem_fraction` leaves: all is made and tried out with the smallest, which is thrown away."""
+    """Resize the pools to what `mem_fraction` leaves, measured in a trial run with pools of one request."""
     trial = start(executor, config, stream, trace, progress)
     assert config.mem_fraction is not None
     with on_stream(stream):
@@ -180,7 +182,7 @@ def size_pools(
 def start(
     executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, trace: bool, progress: bool
 ) -> tuple[Graphs | None, _C.Scheduler]:
-    """Rounds and passes as graphs, where they are captured, and the scheduler that launches them."""
+    """Capture rounds and prefill passes, if they are to be, and create the scheduler that launches them."""
     with on_stream(stream):
         graphs = capture_all(executor, config, stream, progress)
         return graphs, make_scheduler(executor, config, stream, graphs, trace)
@@ -189,7 +191,7 @@ def start(
 def capture_all(
     executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, progress: bool
 ) -> Graphs | None:
-    """Rounds and passes as graphs, where they are to be; on the stream."""
+    """Capture rounds and prefill passes as CUDA graphs, if they are to be; on the engine's stream."""
     if not config.captures:
         return None
     assert stream is not None
@@ -200,7 +202,7 @@ def capture_all(
     except RuntimeError as error:
         if config.implementation == "native":
             raise
-        # Its modules may read what is on the device: then they are launched call by call.
+        # Modules of transformers may read device values, which a graph cannot: launch them call by call.
         torch.cuda.synchronize(stream.device)
         passes.captured.clear()
         round.reset()
@@ -247,8 +249,8 @@ def make_scheduler(
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """The engine's device and stream: what is launched here waits for all that the caller's stream was given before,
-    and what the caller launches later waits for it."""
+    """Enter the engine's device and stream. Work launched inside waits for earlier work of the caller's stream, and
+    later work of the caller's stream waits for it."""
     if stream is None:
         yield
         return

@@ -1,8 +1,8 @@
-"""The engine's two threads: one runs the scheduler's loop, the other hands out what requests gain.
+"""The two threads of an engine: one runs the scheduler's loop, the other delivers results to requests.
 
-The loop holds Python's lock for prefill and for who joins and leaves, not in a captured round: what a round gave goes
-into an outbox in C++, and the other thread takes it from there, all that has come since it last looked. So readers of
-results, a server's threads among them, never hold up the device.
+The loop holds Python's GIL for prefill and for requests that start or end, not in a captured round. Results of a round
+go to an outbox in C++; the second thread takes all that has come since its last look. So readers of results, such as
+the threads of a server, never delay the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..status import FinishReason
-from .request import BaseRequest, Tell
+from .request import BaseRequest, OnUpdate
 
 if TYPE_CHECKING:
     from .._C import RequestUpdate, Scheduler
@@ -30,41 +30,42 @@ CLOSED = "Engine is closed, expected an open one"
 
 logger = logging.getLogger(__name__)
 
-_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+_open: weakref.WeakSet[EngineThreads] = weakref.WeakSet()
 
 
 @atexit.register
 def close_all() -> None:
-    """Closes the loops that are left when the interpreter ends.
+    """Close the engines that are still open when the interpreter ends.
 
-    Exit hooks run in reverse. That of the compiled module keeps our threads out of Python for good, so `close` has to
-    wait for them before: this hook is younger, which that of `weakref.finalize` need not be.
+    Exit hooks run in reverse order. The hook of the compiled module keeps our threads out of Python for good, so
+    `close` must wait for them earlier. This hook is registered later than that one, which is not certain of the hook of
+    `weakref.finalize`.
     """
-    for loop in list(_loops):
-        loop.close()
+    for threads in list(_open):
+        threads.close()
 
 
-class Loop:
-    """Drives a scheduler from the first request on until `close`. It does not know the engine, which can be collected.
+class EngineThreads:
+    """Drives a scheduler from the first request until `close`, without a reference to the engine.
 
     Attributes:
-        hand_out_seconds: what handing out results took so far.
-        unready: why no request can be started; empty where one can.
+        emit_seconds: total time spent on delivering results.
+        unready: why no request can start; empty if one can.
     """
 
     def __init__(self, scheduler: Scheduler, stream: torch.cuda.Stream | None) -> None:
-        self.hand_out_seconds = 0.0
+        self.emit_seconds = 0.0
+        self.unready = ""
         self._scheduler, self._stream = scheduler, stream
         self._process = os.getpid()
-        self._lock = threading.RLock()  # a collection of garbage may call `close` wherever memory is taken
-        self._requests: dict[int, BaseRequest] = {}  # whose last emission has not come
+        self._lock = threading.RLock()  # the garbage collector may call `close` at any allocation
+        self._requests: dict[int, BaseRequest] = {}  # those that have not ended
         self._threads: list[threading.Thread] = []
         self._closed = False
-        self.unready = ""  # why no request can start, where none can
-        _loops.add(self)
+        _open.add(self)
 
     def submit(self, requests: Sequence[BaseRequest], stream: bool) -> None:
-        """Starts all the requests, or none, and gives them their ids."""
+        """Start all requests, or none, and set their ids."""
         self.expect_own_process()
         submissions = [request.submission(stream) for request in requests]
         with self._lock:
@@ -78,26 +79,29 @@ class Loop:
                 ids = self._scheduler.submit_many(submissions)
                 for request, request_id in zip(requests, ids, strict=True):
                     request.id = request_id
-            except BaseException:  # an interrupt has come behind it: nobody will have them
+            except BaseException:  # an interrupt after the submission: the caller will not have them
                 for request_id in ids:
                     self._scheduler.cancel(request_id)
                 raise
             finally:
                 self._requests.update((request.id, request) for request in requests if request.id >= 0)
 
-    def awaits(self, request: BaseRequest) -> bool:
-        """Whether it was started and its end is to come."""
+    def is_running(self, request: BaseRequest) -> bool:
+        """Return whether a request was started and has not ended."""
         return request.id in self._requests and not request.done()
 
     def cancel(self, request_id: int) -> bool:
+        """End a request after the round that runs; return False if it had ended."""
         return self._process == os.getpid() and self._scheduler.cancel(request_id)
 
     @contextmanager
     def paused(self, *, restart: bool = False, request_id: int = -1) -> Iterator[None]:
-        """Within, the loop stands between two rounds, with nothing in flight: what rounds work on can be changed.
+        """Hold the loop between two rounds, with nothing in flight, so that state of rounds can be changed.
 
-        With `restart` no request holds a slot then, and the prefix cache is empty: those that ran begin anew with the
-        text that they have. With a request, it runs then, or has ended.
+        Args:
+            restart: release all slots and empty the prefix cache first. Running requests go back to the queue with
+                their tokens so far, and are prefilled again.
+            request_id: wait first until this request runs or has ended.
         """
         self.expect_to_wait()
         with self._lock:
@@ -110,8 +114,8 @@ class Loop:
         finally:
             self._scheduler.resume()
 
-    def shut_out(self, reason: str) -> None:
-        """No request starts from here on, for this reason. RuntimeError where there are some already."""
+    def refuse_requests(self, reason: str) -> None:
+        """Let no request start from now on. Raise RuntimeError if some run or wait."""
         with self._lock:
             count = self._scheduler.num_running + self._scheduler.num_waiting
             if count:
@@ -121,7 +125,7 @@ class Loop:
             self.unready = reason
 
     def close(self) -> None:
-        """Cancels all requests, hands out what they have, and ends the threads. Nothing where that was done before."""
+        """Cancel all requests, deliver their outputs, and end the threads. Idempotent."""
         if self._process != os.getpid():
             return  # the threads and the device are the parent's
         with self._lock:
@@ -132,17 +136,19 @@ class Loop:
                 thread.join()
 
     def expect_open(self) -> None:
+        """Raise RuntimeError if the engine is closed."""
         if self._closed:
             raise RuntimeError(CLOSED)
 
     def expect_own_process(self) -> None:
+        """Raise RuntimeError in a fork of the process that made the engine."""
         if self._process != os.getpid():
             raise RuntimeError(
                 f"Engine belongs to process {self._process}, expected to be used there (this is a fork of it)"
             )
 
     def expect_to_wait(self) -> None:
-        """Refuses to wait where what is waited for cannot come."""
+        """Raise RuntimeError where waiting would never end: in a thread of the engine, or in another process."""
         self.expect_own_process()
         if threading.current_thread() in self._threads:
             raise RuntimeError("Engine: a callback waits for a request, expected another thread to do that")
@@ -150,13 +156,13 @@ class Loop:
     # --- the threads
 
     def _start(self) -> None:
-        # As daemons: the interpreter would wait for others before it comes to close the engines that are left.
-        for name, target in (("loop", self._run), ("results", self._deliver)):
+        # As daemons: the interpreter waits for other threads before it runs the hook that closes engines.
+        for name, target in (("loop", self._run_loop), ("results", self._run_delivery)):
             thread = threading.Thread(target=target, name=f"specdec {name}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         with contextlib.ExitStack() as stack:
             if self._stream is not None:
                 stack.enter_context(torch.cuda.device(self._stream.device))
@@ -167,48 +173,48 @@ class Loop:
                 except BaseException:
                     logger.exception("an exception in the engine's loop that ended no request; the loop goes on")
 
-    def _deliver(self) -> None:
-        # Nothing of a turn is kept while this waits for the next one: it could be the last to hold the engine.
+    def _run_delivery(self) -> None:
+        # Drop the requests of a turn before waiting for the next: this could be the last reference to the engine.
         try:
-            while (emissions := self._scheduler.take()) is not None:
+            while (updates := self._scheduler.take()) is not None:
                 begin = time.perf_counter()
-                self._hand_out(emissions)
-                del emissions
-                self.hand_out_seconds += time.perf_counter() - begin
+                self._deliver(updates)
+                del updates
+                self.emit_seconds += time.perf_counter() - begin
         except BaseException as error:
-            # Nobody would hear of a result any more: better to end all that wait for one.
-            logger.exception("handing out results failed; the engine is closed")
+            # No result would be delivered any more: end all requests that threads wait for.
+            logger.exception("delivering results failed; the engine is closed")
             with self._lock:
                 self._closed = True
             self._scheduler.stop()
             for request in self._requests.values():
-                request.fail(error, gone=True)
-                request.tell([request])
+                request.fail(error, released=True)
+                request.on_update([request])
 
-    def _hand_out(self, emissions: list[RequestUpdate]) -> None:
-        with self._lock:  # who is about to submit has the id, and has not noted the request yet
-            requests = [self._requests.get(emission[0]) for emission in emissions]
-        told: dict[Tell, list[BaseRequest]] = {}
+    def _deliver(self, updates: list[RequestUpdate]) -> None:
+        with self._lock:  # a thread in `submit` has the ids, and may not have noted the requests yet
+            requests = [self._requests.get(update[0]) for update in updates]
+        updated: dict[OnUpdate, list[BaseRequest]] = {}
         ended: list[BaseRequest] = []
-        for request, emission in zip(requests, emissions, strict=True):
-            if request is None:  # an interrupt has come before it had its id
-                self._scheduler.cancel(emission[0])
+        for request, update in zip(requests, updates, strict=True):
+            if request is None:  # an interrupt came before the request had its id
+                self._scheduler.cancel(update[0])
                 continue
-            is_last = emission[2] != FinishReason.RUNNING
+            is_last = update[2] != FinishReason.RUNNING
             try:
-                is_news = request.gain(*emission[1:])
+                has_update = request.update(*update[1:])
             except BaseException as error:
-                request.fail(error, gone=is_last)
-                is_news = is_last
-            if is_news:
-                told.setdefault(request.tell, []).append(request)
+                request.fail(error, released=is_last)
+                has_update = is_last
+            if has_update:
+                updated.setdefault(request.on_update, []).append(request)
             if is_last:
                 del self._requests[request.id]
                 ended.append(request)
-        for tell, those in told.items():
+        for on_update, those in updated.items():
             try:
-                tell(those)
+                on_update(those)
             except Exception:
-                logger.exception("telling of new tokens failed")
+                logger.exception("an update callback failed")
         for request in ended:
             request.run_callbacks()

@@ -1,28 +1,115 @@
-"""Other weights for an engine that runs: which of its models a mapping is for, and when they are written."""
+"""Weights of a running engine: replacing them between rounds, and offloading them while the engine sleeps."""
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..models.language_model import LanguageModel
 from ..models.weights.loading import some
-from ..models.weights.offload import Lacking
+from ..models.weights.offload import Lacking, weights_of
 from ..models.weights.update import Update, write
-
-if TYPE_CHECKING:
-    from .drafts import Draft
+from .drafts import Draft
+from .startup import Runtime, capture_all, on_stream
+from .threads import EngineThreads
 
 Weights = Mapping[str, Tensor]
+SAMPLED = 32  # elements of each weight in a checksum
+
+
+class WeightManager:
+    """Updates, offloads and reloads the weights of target and draft, between two rounds.
+
+    Attributes:
+        lock: held by whatever changes, or reads whole, what rounds work on.
+    """
+
+    def __init__(self, runtime: Runtime, threads: EngineThreads) -> None:
+        self.lock = threading.Lock()
+        self._runtime, self._threads = runtime, threads
+        self._target, self._draft = runtime.executor.target, runtime.executor.draft
+        self._checksum: str | None = None  # of the target's weights; None: not computed
+        self._sleep_level = 0  # 0: awake
+        self._missing = Lacking({})  # weights dropped by sleep(2) and not given again
+
+    def checksum(self) -> str:
+        """Return a checksum over samples of each of the target's weights."""
+        if self._checksum is None:
+            self._checksum = checksum(self._target.model)
+        return self._checksum
+
+    def update(self, weights: Weights | None, draft: Weights | Sequence[Weights | None] | None) -> None:
+        """Replace weights; see `Engine.update_weights`."""
+        with self.lock:
+            self._expect_awake("update_weights")
+            given = NewWeights(self._target, self._draft, weights, draft)
+            with self._threads.paused(restart=True), on_stream(self._runtime.stream):
+                given.write()
+                self._checksum = None
+            if self._threads.unready:
+                self._missing.note(given.updates)
+                self._threads.unready = why_unready(self._missing)
+
+    def sleep(self, level: int) -> None:
+        """Free device memory; see `Engine.sleep`."""
+        runtime = self._runtime
+        with self.lock:
+            self._expect_awake("sleep")
+            if level not in (1, 2):
+                raise ValueError(f"sleep: level is {level}, expected 1 or 2")
+            if level == 2 and (self._target.is_given or any(part.is_given for part in self._draft.parts)):
+                raise ValueError(
+                    "sleep: level is 2, expected 1 for a model that was given as a module, which is its owner's"
+                )
+            if self._missing.names:
+                raise RuntimeError(f"sleep: {self._threads.unready}")
+            self._threads.refuse_requests("Engine is asleep, expected wake() before requests")
+            with self._threads.paused(restart=True), on_stream(runtime.stream):
+                self._sleep_level = level
+                if runtime.stream is not None:
+                    runtime.stream.synchronize()
+                if runtime.config.captures:
+                    runtime.scheduler.set_graphs({})
+                    runtime.executor.passes.captured.clear()
+                    runtime.graphs = None
+                self._target.sleep(level)
+                self._draft.sleep(level)
+                if runtime.stream is not None:
+                    torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take device memory back; see `Engine.wake`."""
+        runtime = self._runtime
+        with self.lock:
+            if not self._sleep_level:
+                raise RuntimeError("wake: Engine is awake, expected one that sleeps")
+            level, num_pages = self._sleep_level, runtime.config.num_pages
+            with self._threads.paused(), on_stream(runtime.stream):
+                self._target.wake(level, num_pages)
+                self._draft.wake(level, num_pages)
+                if runtime.config.captures:
+                    runtime.graphs = capture_all(runtime.executor, runtime.config, runtime.stream, progress=False)
+                    runtime.scheduler.set_graphs(runtime.graphs.raw() if runtime.graphs else {})
+            self._sleep_level = 0
+            self._missing = Lacking(own_weights(self._target, self._draft) if level == 2 else {})
+            self._threads.unready = why_unready(self._missing)
+
+    def _expect_awake(self, op: str) -> None:
+        if self._sleep_level:
+            raise RuntimeError(f"{op}: Engine is asleep, expected wake() before")
 
 
 class NewWeights:
-    """What `Engine.update_weights` was given, checked: nothing has changed yet.
+    """Weights given to `Engine.update_weights`, checked and not yet written.
 
     Raises:
-        TypeError, ValueError: what `updates` of a model refuses; mappings that are not one for each of a draft's parts.
+        TypeError, ValueError: weights that `updates` of a model refuses; another number of mappings than the draft has
+            parts.
     """
 
     def __init__(
@@ -30,24 +117,25 @@ class NewWeights:
         target: LanguageModel,
         draft: Draft,
         weights: Weights | None,
-        of_draft: Weights | Sequence[Weights | None] | None,
+        draft_weights: Weights | Sequence[Weights | None] | None,
     ) -> None:
         self._models: list[LanguageModel | Draft] = [target, *draft.parts]
         self.updates: list[Update] = []
         if weights is not None:
             self.updates += target.updates(weights, "update_weights: weights")
-        for part, (given, name) in zip(draft.parts, of_parts(draft, of_draft), strict=True):
+        for part, (given, name) in zip(draft.parts, of_parts(draft, draft_weights), strict=True):
             if given is not None:
                 self.updates += part.updates(given, f"update_weights: {name}")
 
     def write(self) -> None:
+        """Copy the weights, and refresh what models derive from theirs."""
         write(self.updates)
         for model in self._models:
-            model.refresh()  # also where it shares weights with another that has changed
+            model.refresh()  # every model: it may share weights with one that has changed
 
 
 def of_parts(draft: Draft, given: Weights | Sequence[Weights | None] | None) -> list[tuple[Weights | None, str]]:
-    """What each part of the draft gets, and what errors call that; ValueError where there is not one for each."""
+    """Return the weights of each part of the draft, and their name in errors; ValueError for another number."""
     parts = draft.parts
     if given is None:
         return [(None, "")] * len(parts)
@@ -65,16 +153,27 @@ def of_parts(draft: Draft, given: Weights | Sequence[Weights | None] | None) -> 
 
 
 def own_weights(target: LanguageModel, draft: Draft) -> dict[str, Tensor]:
-    """The weights that an engine puts away and takes back, by names that say whose they are."""
+    """Return the weights that the engine offloads and reloads, by model and name."""
     weights = dict(target.weights)
     for i, part in enumerate(draft.parts):
-        whose = "draft" if len(draft.parts) == 1 else f"draft[{i}]"
-        weights |= {f"{whose}: {name}": tensor for name, tensor in part.weights.items()}
+        model = "draft" if len(draft.parts) == 1 else f"draft[{i}]"
+        weights |= {f"{model}: {name}": tensor for name, tensor in part.weights.items()}
     return weights
 
 
-def why_unready(lacking: Lacking) -> str:
-    """Why no request can start where these are lacking; empty where none are."""
-    if not lacking.names:
+def why_unready(missing: Lacking) -> str:
+    """Return why no request can start while weights are missing; empty if none are."""
+    if not missing.names:
         return ""
-    return f"Engine lacks {some(lacking.names)} since sleep(2), expected update_weights with all of them"
+    return f"Engine lacks {some(missing.names)} since sleep(2), expected update_weights with all of them"
+
+
+@torch.no_grad()
+def checksum(model: Any) -> str:
+    """Return a checksum over SAMPLED elements of each weight, which tells fine-tuned models of one shape apart."""
+    parts = []
+    for _, weight in sorted(weights_of(model).items()):
+        flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().t().reshape(-1)
+        step = max(1, len(flat) // SAMPLED)
+        parts.append(flat[::step][:SAMPLED].contiguous().view(torch.uint8))
+    return hashlib.blake2b(torch.cat(parts).cpu().numpy().tobytes(), digest_size=8).hexdigest()

@@ -37,7 +37,7 @@ class Server:
     def __init__(self, tasks: AsyncEngine, settings: Settings) -> None:
         engine = tasks.engine
         if not getattr(engine.tokenizer, "is_fast", False):
-            lack = engine._no_tokenizer or "it is not one of `tokenizers`"
+            lack = engine.core.inputs.no_tokenizer or "it is not one of `tokenizers`"
             raise ValueError(f"serve: the model has no tokenizer that gives text piece by piece, expected one ({lack})")
         self.tasks, self.engine, self.settings = tasks, engine, settings
         self.metrics = Metrics(engine, settings.model_name)
@@ -60,7 +60,7 @@ class Server:
         asked = read(await self._body(request), self.settings, self.engine)
         token_lists = await asyncio.to_thread(asked.tokens, self.engine)
         try:
-            await self.tasks._compile([asked.params])
+            await self.tasks.compile_grammars([asked.params])
         except ValueError as error:
             raise asked.refused(error) from error
         requests = self._submit(asked, token_lists, arrival)
@@ -97,7 +97,7 @@ class Server:
         params = [asked.params] * len(token_lists)
         try:
             with able_to_serve():
-                requests = self.engine._submit(AsyncRequest, token_lists, params, True, self.tasks._inbox())
+                requests = self.tasks.submit_tokens(token_lists, params)
         except ValueError as error:
             raise asked.refused(error) from error
         self.metrics.begin(requests, arrival)
@@ -149,7 +149,7 @@ class Server:
 
     async def health(self, _: Request) -> Response:
         with able_to_serve():
-            self.engine._loop.expect_open()
+            self.engine.core.expect_open()
         return JSONResponse({"status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:

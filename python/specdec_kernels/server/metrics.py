@@ -56,7 +56,7 @@ class Metrics(Collector):
             request.add_done_callback(self._end)
 
     def _end(self, request: AsyncRequest) -> None:
-        rounds = request.pieces(0, request.num_pieces).rounds
+        rounds = request.chunks(0, request.num_chunks).rounds
         with self._lock:
             arrival = self._open.pop(request)
             self._ended.update(counts_of([request]))
@@ -95,7 +95,7 @@ class Metrics(Collector):
             family.add_metric(self._label, value)
             return family
 
-        scheduler, stats = self._engine._scheduler, self._engine.stats()
+        scheduler, stats = self._engine.core.scheduler, self._engine.stats()
         yield gauge("vllm:num_requests_running", "Requests with a slot", scheduler.num_running)
         yield gauge("vllm:num_requests_waiting", "Requests that wait for one", scheduler.num_waiting)
         pages = self._engine.config.num_pages

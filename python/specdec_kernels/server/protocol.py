@@ -11,7 +11,6 @@ from typing import Any
 
 from ..engine import Engine, SamplingParams
 from ..engine.params import MAX_LOGPROBS
-from ..engine.text.prompts import chat_tokens
 from .fields import (
     BOOLEAN,
     INTEGER,
@@ -241,8 +240,7 @@ def read_sampling(
             values["prediction"], names["prediction"] = read_prediction(body), "prediction"
     try:
         params = SamplingParams(**values)
-        engine._stop_tokens(params)
-        engine._check_bias(params)
+        engine.core.inputs.check_params(params)
     except ValueError as error:
         raise renamed(error, names) from error
     return params, names
@@ -342,7 +340,7 @@ class Conversation:
 
     def tokens(self, engine: Engine) -> list[list[int]]:
         try:
-            tokens = chat_tokens(self.messages, engine.tokenizer, engine._no_tokenizer, self.options)
+            tokens = engine.core.inputs.tokenize_chat(self.messages, self.options)
         except Exception as error:  # a template may refuse messages, in its own way
             raise RequestError(f"messages do not fit the chat template: {error}", "messages") from error
         return checked_tokens(engine, [tokens], ["messages"], False)
@@ -439,6 +437,6 @@ def read_tools(body: Fields) -> list[dict[str, Any]]:
 
 def checked_tokens(engine: Engine, prompts: list[Any], names: list[str], special: bool) -> list[list[int]]:
     try:
-        return engine._tokens(prompts, names, special)
+        return engine.core.inputs.tokenize(prompts, names, special)
     except (ValueError, TypeError) as error:
         raise RequestError(str(error), re.split(r"\W", names[0])[0]) from error

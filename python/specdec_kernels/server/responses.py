@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from ..engine import AsyncRequest, GenerationError, NewTokens, TokenLogprob, merged
+from ..engine import AsyncRequest, GenerationError, NewTokens, TokenLogprob, merge_streams
 from ..status import FinishReason
 from .fields import RequestError
 from .protocol import Asked
@@ -134,7 +134,7 @@ class Answer:
     async def _pieces(self) -> AsyncIterator[NewTokens]:
         begun = False
         try:
-            async for new in merged(self.requests):
+            async for new in merge_streams(self.requests):
                 if not begun:
                     begun = True
                     self._on_first()

@@ -1,0 +1,178 @@
+"""From prompts and sampling parameters to the specs of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..models.language_model import LanguageModel
+from ..models.weights.loading import placeholders
+from .config import MAX_STOP_TOKENS, EngineConfig
+from .device.grammar_masks import Grammars
+from .drafts import Draft
+from .params import SamplingParams
+from .request import RequestSpec
+from .text.prompts import as_list, chat_tokens, check_tokens, tokens_of_each
+from .text.stop_strings import StopStrings
+
+
+class InputProcessor:
+    """Tokenizes prompts, checks parameters against the engine, and builds the specs of requests. Thread-safe.
+
+    Attributes:
+        tokenizer: of prompts and outputs, or None.
+        no_tokenizer: why there is none, for error messages.
+        eos_token_ids: tokens that end a request by default.
+    """
+
+    def __init__(
+        self, config: EngineConfig, target: LanguageModel, draft: Draft, tokenizer: Any, no_tokenizer: str
+    ) -> None:
+        self.tokenizer, self.no_tokenizer = tokenizer, no_tokenizer
+        self.eos_token_ids = eos_token_ids(target.model, tokenizer)
+        self._config, self._draft = config, draft
+        self._vocab_size = target.config.vocab_size
+        self._placeholders = placeholders(target.model.config)
+        self._grammars = Grammars(tokenizer, no_tokenizer, target.lm_head.out_features)
+
+    def tokenize(self, prompts: Sequence[Any], names: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Return the token ids of prompts, text or token ids each.
+
+        Args:
+            names: what error messages call the prompts.
+
+        Raises:
+            ValueError, TypeError: a prompt that is empty, not below `max_len`, or holds an id that is no text token of
+                the model; text without a tokenizer.
+        """
+        each = tokens_of_each(prompts, names, self.tokenizer, self.no_tokenizer, add_special_tokens)
+        for tokens, name in zip(each, names, strict=True):
+            self._check_tokens(tokens, name, self._placeholders)
+        return each
+
+    def tokenize_all(
+        self, op: str, prompts: Any, params: Any, add_special_tokens: bool
+    ) -> tuple[list[list[int]], list[SamplingParams]]:
+        """Return the token ids and the parameters of each prompt of a call of `op`."""
+        items = as_list(prompts, op)
+        token_lists = self.tokenize(items, [f"{op}: prompts[{i}]" for i in range(len(items))], add_special_tokens)
+        return token_lists, params_of_each(params, len(items), op)
+
+    def tokenize_chat(self, conversation: Any, template: dict[str, Any]) -> list[int]:
+        """Return the token ids of a conversation by the tokenizer's chat template, up to where the answer begins."""
+        return chat_tokens(conversation, self.tokenizer, self.no_tokenizer, template)
+
+    def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
+        """Compile the grammars that these parameters name, so that `specs` finds them. This may take seconds."""
+        for one in params:
+            if self.has_grammar(one):
+                self._grammars.compiled(one)
+
+    def has_grammar(self, params: SamplingParams) -> bool:
+        """Return whether the parameters name a grammar that this engine takes."""
+        return bool(params.constraint[0]) and self._config.grammars
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError for too many stop tokens, or a logit bias outside the vocabulary."""
+        self._stop_tokens(params)
+        for token in params.logit_bias or ():
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"SamplingParams: logit_bias has token {token}, expected 0 to {self._vocab_size - 1} "
+                    "(the model's vocabulary)"
+                )
+
+    def specs(self, token_lists: Sequence[list[int]], params: Sequence[SamplingParams]) -> Iterator[RequestSpec]:
+        """Yield the specs of requests in the order of the prompts, `n` of them for each.
+
+        Raises:
+            ValueError: parameters that the model or the engine rules out.
+        """
+        for place, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
+            self.check_params(one)
+            stops = self._stop_tokens(one)
+            num_logprobs, matcher = min(one.num_logprobs, self._config.top_n), self._new_matcher(one, stops)
+            prediction, seeded = self._prediction(one), one.with_seed()
+            for sample in range(one.n):
+                yield RequestSpec(
+                    place=place,
+                    prompt=tokens,
+                    params=seeded.of_sample(sample),
+                    stop_tokens=stops,
+                    stop=self._stop_strings(one),  # one for each sample: it follows the sample's text
+                    num_logprobs=num_logprobs,
+                    new_matcher=matcher,
+                    prediction=prediction,
+                    sample=sample,
+                )
+
+    def _check_tokens(self, tokens: list[int], name: str, placeholders: Any) -> None:
+        sizes = {"max_len": self._config.max_len, "vocab_size": self._vocab_size}
+        check_tokens(tokens, name, **sizes, placeholders=placeholders)
+
+    def _stop_tokens(self, params: SamplingParams) -> list[int]:
+        stop = params.stop_token_ids
+        if stop is None:
+            stop = [] if params.ignore_eos else self.eos_token_ids
+        if len(stop) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"SamplingParams: stop_token_ids has {len(stop)} entries, expected at most {MAX_STOP_TOKENS}"
+            )
+        return list(stop)
+
+    def _prediction(self, params: SamplingParams) -> list[int]:
+        if params.prediction is None:
+            return []
+        if not self._draft.takes_predictions:
+            raise ValueError("SamplingParams: prediction is given, expected none without Ngram in Engine(draft=)")
+        name = "SamplingParams: prediction"
+        (tokens,) = tokens_of_each([params.prediction], [name], self.tokenizer, self.no_tokenizer, False)
+        if tokens:
+            self._check_tokens(tokens, name, {})
+        return tokens
+
+    def _new_matcher(self, params: SamplingParams, stop_tokens: list[int]) -> Callable[[], Any] | None:
+        kind, _ = params.constraint
+        if not kind:
+            return None
+        if not self._config.grammars:
+            raise ValueError(f"SamplingParams: {kind} is given, expected none without Engine(grammars=True)")
+        return self._grammars.new_matcher(params, stop_tokens)
+
+    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+        if not params.stop_strings:
+            return None
+        if not getattr(self.tokenizer, "is_fast", False):
+            lack = self.no_tokenizer or "the tokenizer is not one of `tokenizers`"
+            raise ValueError(f"SamplingParams: stop is given, expected none ({lack})")
+        return StopStrings(self.tokenizer, params.stop_strings, params.min_new_tokens)
+
+
+def single_sample(params: SamplingParams | None) -> SamplingParams:
+    """Return the parameters of a call that returns a single request; raise ValueError for more than one sample."""
+    if params is not None and params.n > 1:
+        raise ValueError(
+            f"submit: params has n={params.n}, expected 1 (submit_many returns the requests of all samples)"
+        )
+    return params or SamplingParams()
+
+
+def params_of_each(params: Any, count: int, op: str) -> list[SamplingParams]:
+    """Return parameters for each of `count` prompts, given one for all, one each, or None."""
+    each = [params or SamplingParams()] * count if not isinstance(params, Sequence) else list(params)
+    for index, one in enumerate(each):
+        if not isinstance(one, SamplingParams):
+            name = f"params[{index}]" if isinstance(params, Sequence) else "params"
+            raise TypeError(f"{op}: {name} is a {type(one).__name__}, expected SamplingParams")
+    if len(each) != count:
+        raise ValueError(f"{op}: params has {len(each)} entries, expected one, or {count} like prompts")
+    return each
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Return the tokens that end a text: of the generation config, else of the model's config, else the tokenizer."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        eos = getattr(source, "eos_token_id", None)
+        if eos is not None:
+            return list(eos) if isinstance(eos, list | tuple) else [eos]
+    return []
