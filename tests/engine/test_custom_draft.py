@@ -14,6 +14,7 @@ from specdec_kernels import Candidates
 from specdec_kernels.engine import (
     Committed,
     Draft,
+    DraftBudget,
     Eagle,
     Eagle3,
     Engine,
@@ -126,9 +127,9 @@ def test_scores_are_log_probabilities_of_paths() -> None:
         checked = 0
         propose = draft.propose
 
-        def check(slots: Tensor, num_nodes: int, propose: Any = propose, engine: Engine = engine) -> Proposal:
+        def check(slots: Tensor, budget: DraftBudget, propose: Any = propose, engine: Engine = engine) -> Proposal:
             nonlocal checked
-            proposal: Proposal = propose(slots, num_nodes)
+            proposal, num_nodes = propose(slots, budget), budget.num_nodes
             tree, scores = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state)
             assert scores.shape == tree.tokens.shape == (len(slots), num_nodes)
             for row, count in enumerate(tree.num_nodes.tolist()):
@@ -225,8 +226,8 @@ def test_features_are_those_that_were_asked_for() -> None:
 
 def test_candidates_that_are_no_tree_end_their_requests() -> None:
     class Wrong(Bigrams):  # type: ignore[misc, valid-type]
-        def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
-            proposal: Proposal = super().propose(slots, num_nodes)
+        def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+            proposal: Proposal = super().propose(slots, budget)
             tokens, parents, scores = proposal.drafts
             return Proposal(Candidates(tokens.clamp(min=0), parents, scores.flip(1)), note=proposal.note)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from specdec_kernels.engine import Eagle, Engine, SamplingParams
+from specdec_kernels.engine import DraftBudget, Eagle, Engine, SamplingParams
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.models.heads.base import load_head
 from specdec_kernels.models.heads.eagle import EagleHead
@@ -82,10 +82,10 @@ def test_chains_are_those_of_the_published_forward(bias: bool, tmp_path: Path, m
     drafted: list[tuple[int, list[int]]] = []  # length of the text, chain behind it
     propose = engine.draft.propose
 
-    def keep(slots: Tensor, num_nodes: int) -> Any:
-        proposal = propose(slots, num_nodes)
-        tree = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree
-        if num_nodes > 1:
+    def keep(slots: Tensor, budget: DraftBudget) -> Any:
+        proposal = propose(slots, budget)
+        tree = scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state).tree
+        if budget.num_nodes > 1:
             drafted.extend(zip(tree.positions[:, 0].tolist(), tree.tokens[:, 1:].tolist(), strict=True))
         return proposal
 

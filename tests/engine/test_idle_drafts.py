@@ -17,7 +17,7 @@ from specdec_kernels import _C
 from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, EngineOptions, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.config import EngineConfig, Machine
 from specdec_kernels.engine.device.prefill import Prefill
-from specdec_kernels.engine.drafts import Committed, DraftContext, DraftRequest, Needs, Proposal
+from specdec_kernels.engine.drafts import Committed, DraftBudget, DraftContext, DraftRequest, Needs, Proposal
 from specdec_kernels.engine.drafts.model import MAX_IDLE_ROUNDS, ModelDraft
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.engine.tuning import SCHEMA, rounds_of
@@ -245,8 +245,9 @@ class Twice(Draft):
         self.rests.activate(slots)
         self.follows.activate(slots)
 
-    def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
-        proposals = [draft.propose(slots, num_nodes) for draft in (self.rests, self.follows)]
+    def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+        num_nodes = budget.num_nodes
+        proposals = [draft.propose(slots, budget) for draft in (self.rests, self.follows)]
         if num_nodes > 1:
             trees = [scored_tree_of(p.drafts, slots, num_nodes, self.state) for p in proposals]
             rows = slots.clamp(min=0)
@@ -265,8 +266,8 @@ class Twice(Draft):
         self.rests.rest(slots, committed, proposal, features)
         self.follows.extend(slots, committed, proposal.note, features)
 
-    def catch_up(self, slots: Tensor) -> None:
-        self.rests.catch_up(slots)
+    def catch_up(self, slots: Tensor, max_kv_len: int | None = None) -> None:
+        self.rests.catch_up(slots, max_kv_len)
 
 
 TWICE: dict[str, Callable[[Path], Callable[[], ModelDraft]]] = {
@@ -294,21 +295,21 @@ def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path:
     run, kinds = round.run_target, {"rest": 0, "catch up": 0}
     behind: dict[int, int] = {}
 
-    def chosen(slots: Tensor, num_rows: int) -> Any:
+    def chosen(slots: Tensor, num_rows: int, max_kv_len: int) -> Any:
         """In place of the budget, which goes by the clock."""
         if num_rows == _C.FIRST_ROUND:
-            return run(slots, num_rows)
+            return run(slots, num_rows, max_kv_len)
         batch = len(slots)
         rows = rng.choice([batch, batch, batch, 3 * batch // 2, 2 * batch, batch * most])
         nodes, live = 1 if rows == batch else 2, [slot for slot in slots.tolist() if slot >= 0]
         if max(behind.get(slot, 0) for slot in live) >= (MAX_IDLE_ROUNDS if nodes == 1 else 1):
-            draft.catch_up(slots)
+            draft.catch_up(slots, max_kv_len)
             behind.update(dict.fromkeys(live, 0))
             kinds["catch up"] += 1
         for slot in live if nodes == 1 else ():
             behind[slot] = behind.get(slot, 0) + 1
             kinds["rest"] += 1
-        return run(slots, rows)
+        return run(slots, rows, max_kv_len)
 
     round.run_target = chosen  # type: ignore[method-assign]
     cancelled = engine.submit(prompts()[0], SamplingParams(60, ignore_eos=True))

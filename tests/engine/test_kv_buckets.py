@@ -25,6 +25,8 @@ from specdec_kernels.engine import (
 from specdec_kernels.engine.config import EngineConfig, Machine
 from specdec_kernels.engine.device.graphs import RoundSize
 from specdec_kernels.engine.device.kv_buckets import MOST_BOUNDS, AttentionCall, kv_bounds, last_alike
+from specdec_kernels.engine.device.state import EngineState
+from specdec_kernels.models.layers.attention import Rows
 from specdec_kernels.synthetic.shapes import shape_config
 from specdec_kernels.tiny import tiny_model
 from support.tiny_checkpoint import Comparison, held_out, reference_model
@@ -230,10 +232,33 @@ def test_a_round_that_is_told_too_little_says_so(device: torch.device) -> None:
     assert 5 <= len(error.value.outputs[0].tokens) <= 12
 
 
-def test_outside_of_rounds_nothing_is_bounded() -> None:
-    engine = Engine(TARGET, max_len=64, num_slots=1, device="cpu")
-    state = engine.state
-    with pytest.raises(ZeroDivisionError), state.kv_bounded(7):
-        assert state.rows(state.seq_lens, state.seq_lens, tail_len=1).max_kv_len == 7
-        raise ZeroDivisionError
-    assert state.rows(state.seq_lens, state.seq_lens, tail_len=1).max_kv_len is None
+def test_engine_state_rows_take_their_bound_as_an_argument() -> None:
+    state = Engine(TARGET, max_len=64, num_slots=1, device="cpu").state
+    assert state.rows(state.seq_lens, state.seq_lens, 1, max_kv_len=7).max_kv_len == 7
+    assert state.rows(state.seq_lens, state.seq_lens, 1).max_kv_len is None
+
+
+@pytest.mark.parametrize(
+    "draft", [Eagle3(tiny_model("eagle3"), num_steps=3, topk=2, num_nodes=6), None], ids=["eagle3", "none"]
+)
+def test_round_bounds_every_forward_pass(draft: Eagle3 | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Target, draft steps, draft-extend and catch-up get the bound with which their round is launched."""
+    engine = Engine(TARGET, draft=draft, max_len=64, num_slots=1, dtype=torch.float32, device="cpu")
+    launched: set[int | None] = set()
+    bounds: set[int | None] = set()
+    launch, rows = engine._executor.round.launch, EngineState.rows
+
+    def note_launch(batch: int, num_rows: int, max_kv_len: int) -> None:
+        launched.add(max_kv_len)
+        launch(batch, num_rows, max_kv_len)
+        assert bounds <= {max_kv_len}
+        bounds.clear()
+
+    def note_rows(*args: Any, **options: Any) -> Rows:
+        bounds.add(options.get("max_kv_len"))
+        return rows(*args, **options)
+
+    engine._executor.launch = note_launch
+    monkeypatch.setattr(EngineState, "rows", note_rows)
+    engine.generate([[1, 2, 3]], SamplingParams(8, ignore_eos=True))
+    assert None not in launched and len(launched) > 1

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec_kernels import Status
-from specdec_kernels.engine import Eagle3, Engine, SamplingParams, Standalone
+from specdec_kernels.engine import DraftBudget, Eagle3, Engine, SamplingParams, Standalone
 from specdec_kernels.engine.device.round import Round
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.models.heads.base import config_of_head
@@ -367,9 +367,9 @@ def test_eagle3_trees_are_those_of_the_training_code(
     trees: list[Any] = []
     propose = engine.draft.propose
 
-    def keep(slots: torch.Tensor, num_nodes: int) -> Any:
-        proposal = propose(slots, num_nodes)
-        trees.append(scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree)
+    def keep(slots: torch.Tensor, budget: DraftBudget) -> Any:
+        proposal = propose(slots, budget)
+        trees.append(scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state).tree)
         return proposal
 
     monkeypatch.setattr(engine.draft, "propose", keep)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec_kernels.engine import (
+    DraftBudget,
     Eagle,
     Eagle3,
     Engine,
@@ -116,9 +117,9 @@ def test_rounds_draw_anew() -> None:
     drawn: dict[int, list[int]] = {}
     propose = engine.draft.propose
 
-    def keep(slots: torch.Tensor, num_nodes: int) -> Proposal:
-        proposal = propose(slots, num_nodes)
-        tree = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree
+    def keep(slots: torch.Tensor, budget: DraftBudget) -> Proposal:
+        proposal = propose(slots, budget)
+        tree = scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state).tree
         for position, token in zip(tree.positions[0, 1:].tolist(), tree.tokens[0, 1:].tolist(), strict=True):
             drawn.setdefault(position, []).append(token)
         return proposal

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from specdec_kernels.engine import Engine, SamplingParams, Standalone
+from specdec_kernels.engine import DraftBudget, Engine, SamplingParams, Standalone
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.engine.drafts.vocabularies import LETTERS, shared_tokens
 from support.random_checkpoints import save_random_model
@@ -134,9 +134,9 @@ def test_the_text_is_the_targets(
     proposed: set[int] = set()
     propose = engine.draft.propose
 
-    def keep(slots: Tensor, num_nodes: int) -> Any:
-        proposal = propose(slots, num_nodes)
-        tree = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree
+    def keep(slots: Tensor, budget: DraftBudget) -> Any:
+        proposal = propose(slots, budget)
+        tree = scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state).tree
         proposed.update(tree.tokens[:, 1:][tree.parents[:, 1:] >= 0].tolist())
         return proposal
 

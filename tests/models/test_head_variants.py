@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, SamplingParams
+from specdec_kernels.engine import Draft, DraftBudget, Eagle, Eagle3, Engine, SamplingParams
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.heads.base import load_head
@@ -246,10 +246,10 @@ def test_chains_are_those_of_the_variant(variant: str, tmp_path: Path, monkeypat
     drafted: list[tuple[int, list[int]]] = []  # length of the text, chain behind it
     propose = engine.draft.propose
 
-    def keep(slots: Tensor, num_nodes: int) -> Any:
-        proposal = propose(slots, num_nodes)
-        tree = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree
-        if num_nodes > 1:
+    def keep(slots: Tensor, budget: DraftBudget) -> Any:
+        proposal = propose(slots, budget)
+        tree = scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state).tree
+        if budget.num_nodes > 1:
             drafted.extend(zip(tree.positions[:, 0].tolist(), tree.tokens[:, 1:].tolist(), strict=True))
         return proposal
 
@@ -293,9 +293,9 @@ def test_frequent_tokens_are_all_that_is_drafted(
             drafted = set[int]()
             propose = draft.propose
 
-            def keep(slots: Tensor, num_nodes: int, propose: Any = propose, drafted: set[int] = drafted) -> Any:
-                proposal = propose(slots, num_nodes)
-                tree = scored_tree_of(proposal.drafts, slots, num_nodes, engine.state).tree
+            def keep(slots: Tensor, budget: DraftBudget, propose: Any = propose, drafted: set[int] = drafted) -> Any:
+                proposal = propose(slots, budget)
+                tree = scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state).tree
                 for tokens, count in zip(tree.tokens.tolist(), tree.num_nodes.tolist(), strict=True):
                     drafted.update(tokens[1:count])
                 return proposal

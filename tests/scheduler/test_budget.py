@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specdec_kernels import _C
-from specdec_kernels.engine import Eagle3, Ngram, Union
+from specdec_kernels.engine import DraftBudget, Eagle3, Ngram, Union
 from specdec_kernels.engine.config import budget_levels
 from specdec_kernels.engine.device.graphs import Graphs
 from specdec_kernels.engine.device.round import Drafted
@@ -421,9 +421,11 @@ def test_a_lower_level_drafts_the_first_nodes_of_a_higher_one(
         begin(engine, slot, prompts()[4 + slot])
     for _ in range(4):
         most = engine.config.needs.num_nodes
-        whole = scored_tree_of(engine.draft.propose(slots, most).drafts, slots, most, engine.state).tree
+        whole = scored_tree_of(engine.draft.propose(slots, DraftBudget(most)).drafts, slots, most, engine.state).tree
         for nodes in budget_levels(1, most):
-            tree = scored_tree_of(engine.draft.propose(slots, nodes).drafts, slots, nodes, engine.state).tree
+            tree = scored_tree_of(
+                engine.draft.propose(slots, DraftBudget(nodes)).drafts, slots, nodes, engine.state
+            ).tree
             assert tree.tokens.shape == (4, nodes)
             assert torch.equal(tree.num_nodes, whole.num_nodes.clamp(max=nodes))
             for row, size in enumerate(tree.num_nodes.tolist()):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine import Committed, Draft, DraftContext, DraftRequest, Engine, Needs, SamplingParams
+from ..engine import Committed, Draft, DraftBudget, DraftContext, DraftRequest, Engine, Needs, SamplingParams
 from ..engine.device.prefill import Prefill
 from ..engine.device.state import EngineState
 from ..engine.drafts.proposal import scored_tree_of
@@ -193,11 +193,11 @@ def drafts_right(draft: Draft, num_steps: int, text: Text, features: Tensor | No
         num_valid=torch.ones_like(slots),
         path=torch.zeros_like(slots)[:, None],
     )
-    proposal = draft.propose(slots, 1)
+    proposal = draft.propose(slots, DraftBudget(1))
     tree = scored_tree_of(proposal.drafts, slots, 1, state)
     committed = Committed(accepted, accepted.num_valid, 1, numbers(range(len(roots) + 1)), tree)
     draft.extend(slots, committed, proposal, None if features is None else features[lengths - 1])
-    candidates = draft.propose(slots, num_steps + 1).drafts
+    candidates = draft.propose(slots, DraftBudget(num_steps + 1)).drafts
     assert isinstance(candidates, Candidates)
     behind = torch.stack([tokens[roots.start + step : roots.stop + step] for step in range(1, num_steps + 1)], 1)
     right: list[int] = (candidates.tokens == behind).int().cumprod(1).sum(1).tolist()

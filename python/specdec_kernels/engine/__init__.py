@@ -8,6 +8,7 @@ from .device.kv_buckets import AttentionCall
 from .drafts import (
     Committed,
     Draft,
+    DraftBudget,
     DraftContext,
     DraftRequest,
     DrawnFrom,
@@ -34,6 +35,7 @@ __all__ = [
     "AttentionCall",
     "Committed",
     "Draft",
+    "DraftBudget",
     "DraftContext",
     "DraftRequest",
     "DrawnFrom",

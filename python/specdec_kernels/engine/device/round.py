@@ -26,7 +26,7 @@ from ...ops import (
     score_tokens,
     verify_tree,
 )
-from ..drafts import Committed, Draft, DrawnFrom, Needs, Proposal, ScoredTree
+from ..drafts import Committed, Draft, DraftBudget, DrawnFrom, Needs, Proposal, ScoredTree
 from ..drafts.proposal import scored_tree_of
 from .grammar_masks import TreeMasks
 from .rings import Rings
@@ -143,11 +143,10 @@ class Round:
         if batch == 0:
             return
         slots = rings.slots[:batch]
-        with state.kv_bounded(max_kv_len):
-            if num_rows == _C.CATCH_UP:
-                self.draft.catch_up(slots)
-            else:
-                self._drafted = self.run_target(slots, num_rows)
+        if num_rows == _C.CATCH_UP:
+            self.draft.catch_up(slots, max_kv_len)
+        else:
+            self._drafted = self.run_target(slots, num_rows, max_kv_len)
 
     @torch.inference_mode()
     def finish(self, batch: int, num_rows: int, max_kv_len: int) -> None:
@@ -155,8 +154,7 @@ class Round:
         state, rings, slots = self.state, self.rings, self.rings.slots[:batch]
         drafted, self._drafted = self._drafted, None
         assert drafted is not None
-        with state.kv_bounded(max_kv_len):
-            result = self.commit(drafted)
+        result = self.commit(drafted)
         _, level_limits = self._levels.get(batch, (None, None))
         by_scores = level_limits is not None and not self.draft.sampled and num_rows != _C.FIRST_ROUND
         rings.publish_results(
@@ -176,7 +174,7 @@ class Round:
             return 1
         return most_nodes(batch, num_rows, self.needs, equal=self.draft.sampled)
 
-    def run_target(self, slots: Tensor, num_rows: int) -> Drafted:
+    def run_target(self, slots: Tensor, num_rows: int, max_kv_len: int | None = None) -> Drafted:
         """Draft for slots [B], and run the target over what is drafted; no device value is read on the host.
 
         In a first round that is their roots, each at its row whoever takes part: the slots have their pages, and the
@@ -188,7 +186,7 @@ class Round:
 
         most = self.most_nodes(len(slots), num_rows)
         num_rows = len(slots) if is_first else num_rows
-        proposal = draft.propose(slots, most)
+        proposal = draft.propose(slots, DraftBudget(most, max_kv_len))
         tree, scores = scored_tree_of(proposal.drafts, slots, most, state)
         # Where one is batch-invariant, nobody's share, and no row's place, depends on others.
         equal = is_first or state.fixed_split is not None
@@ -197,7 +195,7 @@ class Round:
         cu_seqlens = shares.cu_seqlens
         if self.masks is not None:
             self.masks.tell(tree, cu_seqlens, self.rings.num_applied)
-        rows = state.rows(slots, state.seq_lens, mask=nodes.mask, cu_seqlens_q=cu_seqlens)
+        rows = state.rows(slots, state.seq_lens, max_kv_len=max_kv_len, mask=nodes.mask, cu_seqlens_q=cu_seqlens)
         if is_first:
             at = slots.clamp(min=0)
             hidden = state.last_hidden[at]
@@ -237,7 +235,7 @@ class Round:
             status=state.status,
             window_tables=rows.window_tables,
         )
-        committed = Committed(accepted, num_valid, most, cu_seqlens, ScoredTree(tree, scores))
+        committed = Committed(accepted, num_valid, most, cu_seqlens, ScoredTree(tree, scores), rows.max_kv_len)
         (draft.rest if rests else draft.extend)(slots, committed, proposal, features)
         return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -51,7 +50,6 @@ class EngineState(SlotState):
     last_features: Tensor  # [num_slots, F], as drafts ask for them, likewise
     fixed_split: int | None  # of attention
     no_rows: Tensor  # [num_slots] of zeros
-    max_kv_len: int | None  # KV rows that no slot exceeds in the round that is launched; None: outside of one
 
     @classmethod
     def create(
@@ -82,7 +80,6 @@ class EngineState(SlotState):
         state.last_hidden = torch.zeros(num_slots, hidden_size, dtype=dtype, device=device)
         state.last_features = torch.zeros(num_slots, num_features, dtype=dtype, device=device)
         state.fixed_split = fixed_split
-        state.max_kv_len = None
         return state
 
     def resize_pool(self, num_pages: int) -> None:
@@ -137,19 +134,19 @@ class EngineState(SlotState):
         for pool in (*self.window_pools.values(), self.pool):
             free_pages(pool, self.no_rows, slots=slots, status=self.status)
 
-    @contextmanager
-    def kv_bounded(self, max_kv_len: int) -> Iterator[None]:
-        """For the passes of a round, which may have other plans where KV is short."""
-        self.max_kv_len = max_kv_len
-        try:
-            yield
-        finally:
-            self.max_kv_len = None
-
     def rows(
-        self, slots: Tensor, prefix_lens: Tensor, tail_len: int | None = None, **options: Tensor | int | None
+        self,
+        slots: Tensor,
+        prefix_lens: Tensor,
+        tail_len: int | None = None,
+        *,
+        max_kv_len: int | None = None,
+        **options: Tensor | int | None,
     ) -> PagedBatch:
-        """A forward pass of these slots over `prefix_lens` rows and a tail; packed rows are a tail themselves."""
+        """Return the batch of a forward pass of `slots` over `prefix_lens` rows and a tail; packed rows are the tail.
+
+        `max_kv_len`: KV rows that no slot exceeds, by which attention chooses its plan; None: what a page table holds.
+        """
         return PagedBatch(
             slots=slots,
             page_table=self.pool.page_table,
@@ -158,6 +155,6 @@ class EngineState(SlotState):
             tail_len=tail_len,
             status=self.status,
             fixed_split=self.fixed_split,
-            max_kv_len=self.max_kv_len,
+            max_kv_len=max_kv_len,
             **options,  # type: ignore[arg-type]
         )

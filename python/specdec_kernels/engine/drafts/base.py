@@ -90,6 +90,18 @@ class DraftContext:
         return size
 
 
+class DraftBudget(NamedTuple):
+    """What a round may spend on drafting for each of its requests.
+
+    Attributes:
+        num_nodes: most nodes of a tree, the root included: 1 to `Needs.num_nodes`. 1: nothing is drafted.
+        max_kv_len: KV rows that no slot exceeds, for `DraftState.rows`; None: no bound is known.
+    """
+
+    num_nodes: int
+    max_kv_len: int | None = None
+
+
 class DraftRequest(NamedTuple):
     """What a draft learns of a request that gets a slot.
 
@@ -239,11 +251,11 @@ class Draft:
         """Prefill of slots [R] is complete: their roots and lengths are set. Their first round comes next: `propose` of
         a node alone, and `extend` with the token behind it."""
 
-    def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
-        """Drafts behind the roots of slots [B] int32, for trees of up to `num_nodes` nodes, 1 to `Needs.num_nodes`.
+    def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+        """Draft after the roots of slots [B] int32, for trees of up to `budget.num_nodes` nodes.
 
-        An engine chooses the number anew in each round, and cuts each tree to the share of its request: the first nodes
-        of a larger tree are those of a smaller one.
+        The engine chooses the budget for each round, and cuts each tree to its request's share: the first nodes of a
+        larger tree are those of a smaller one.
         """
         return Proposal(no_candidates(slots))
 
@@ -260,7 +272,7 @@ class Draft:
         """
         self.extend(slots, committed, proposal, features)
 
-    def catch_up(self, slots: Tensor) -> None:
+    def catch_up(self, slots: Tensor, max_kv_len: int | None = None) -> None:
         """Be for slots [B] as if no round had been one of rest. Comes before the first `propose` that asks for
         candidates, and at the latest after `Needs.max_idle_rounds` rounds of rest of a slot that wants drafts.
         """

@@ -30,7 +30,7 @@ from ...ops import (
     update_calibration,
 )
 from ..device.kv_buckets import AttentionCall
-from .base import Draft, DraftContext, DraftRequest, Needs
+from .base import Draft, DraftBudget, DraftContext, DraftRequest, Needs
 from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 
 TILE_ROWS = 64  # of a draft step: a tile of `small_m_gemm`, for which they take hardly longer than one
@@ -209,7 +209,8 @@ class ModelDraft(Draft):
             return
         self.child_ids[rows], self.child_logprobs[rows] = select_topk(logits, self.topk, id_map=self.id_map)
 
-    def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
+    def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+        num_nodes, max_kv_len = budget
         if num_nodes == 1:
             return Proposal(no_candidates(slots))
         state, k = self.state, self.branches(len(slots), num_nodes)
@@ -249,7 +250,12 @@ class ModelDraft(Draft):
         prefix_lens = self.prefix_lens()
         for step in range(2, num_steps + 1):
             rows = state.rows(
-                slots, prefix_lens, tail_len=(step - 1) * k, row_offset=(step - 2) * k, mask=frontier.mask
+                slots,
+                prefix_lens,
+                tail_len=(step - 1) * k,
+                max_kv_len=max_kv_len,
+                row_offset=(step - 2) * k,
+                mask=frontier.mask,
             )
             logits, hidden = self.step(tokens, positions, features, rows)
             ids, logprobs = children(logits)
@@ -278,7 +284,7 @@ class ModelDraft(Draft):
 
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         self.learn(committed)
-        accepted, num_valid, num_nodes, cu_seqlens, _ = committed
+        accepted, num_valid, num_nodes, cu_seqlens, _, max_kv_len = committed
         extend = draft_extend_inputs(
             accepted.tokens,
             accepted.path,
@@ -290,7 +296,8 @@ class ModelDraft(Draft):
             position_offset=self.position_offset,
         )
         before = self._draft_lens(self.state.prefix_lens)
-        rows = self.state.rows(slots, before, tail_len=extend.tokens.shape[1], num_valid=num_valid)
+        tail_len = extend.tokens.shape[1]
+        rows = self.state.rows(slots, before, tail_len, max_kv_len=max_kv_len, num_valid=num_valid)
         # Gathered before anything is computed: S rows instead of N. Padded rows repeat a real one, and are written
         # nowhere.
         self.follow(extend, None if features is None else features[extend.node_rows.flatten()], rows)
@@ -298,7 +305,7 @@ class ModelDraft(Draft):
     def rest(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         if not self.context.catches_up:
             return
-        accepted, num_valid, _, cu_seqlens, _ = committed
+        accepted, num_valid, _, cu_seqlens, _, _ = committed
         append_draft_backlog(
             accepted.tokens,
             accepted.path,
@@ -311,7 +318,7 @@ class ModelDraft(Draft):
             cu_seqlens_q=cu_seqlens,
         )
 
-    def catch_up(self, slots: Tensor) -> None:
+    def catch_up(self, slots: Tensor, max_kv_len: int | None = None) -> None:
         num_kept = self.num_kept.clamp(max=MAX_IDLE_ROUNDS)
         begins = self._draft_lens(self.state.seq_lens - num_kept[:-1])
         counts, slot_rows = num_kept[slots], slots.long()
@@ -329,8 +336,8 @@ class ModelDraft(Draft):
         )
         features = None if self.kept_features is None else self.kept_features[at].flatten(0, 1)
         # A stalled slot has pages for these rows, since it had them when it rested: its status is not asked.
-        of_slots = self.state.rows(slots, begins, tail_len=MAX_IDLE_ROUNDS, num_valid=counts)._replace(status=None)
-        self.follow(extend, features, of_slots)
+        of_slots = self.state.rows(slots, begins, MAX_IDLE_ROUNDS, max_kv_len=max_kv_len, num_valid=counts)
+        self.follow(extend, features, of_slots._replace(status=None))
         self.num_kept[slots] = torch.zeros_like(counts)  # no number of the host: rounds are captured
 
     def save(self, slot: int) -> dict[str, Tensor]:

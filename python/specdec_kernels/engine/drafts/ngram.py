@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ngram import NgramIndex
 from ..device.state import to_device
-from .base import Draft, DraftContext, DraftRequest, Needs
+from .base import Draft, DraftBudget, DraftContext, DraftRequest, Needs
 from .proposal import Committed, Proposal, ScoredTree, no_candidates
 
 
@@ -71,10 +71,10 @@ class Ngram(Draft):
         tokens = to_device(array("i", [*request.prediction, *request.tokens]), self.context.device)
         self.index.insert(tokens, slot, start=0)  # skips what the index holds of a retracted request
 
-    def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
-        if num_nodes == 1:
+    def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+        if budget.num_nodes == 1:
             return Proposal(no_candidates(slots))
-        tree, scores, match_len = self.index.draft(slots, self.state.seq_lens[slots], num_nodes)
+        tree, scores, match_len = self.index.draft(slots, self.state.seq_lens[slots], budget.num_nodes)
         return Proposal(ScoredTree(tree, scores), note=match_len)
 
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:

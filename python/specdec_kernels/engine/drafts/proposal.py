@@ -53,6 +53,7 @@ class Committed(NamedTuple):
     num_nodes: int  # most nodes that a tree of the round could have; no row has more tokens
     cu_seqlens: Tensor  # [B + 1] int32: the rows of request b's nodes, among those that the target ran
     tree: ScoredTree  # what was verified; to a member of a union its own tree, before it was merged
+    max_kv_len: int | None = None  # KV rows that no slot of the round exceeds
 
 
 def no_candidates(slots: Tensor) -> Candidates:

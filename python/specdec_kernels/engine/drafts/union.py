@@ -12,7 +12,7 @@ from torch import Tensor
 from ...models.kv_pools import KvPools
 from ...ops import merge_trees
 from ..device.prefill import Prefill
-from .base import Draft, DraftContext, DraftRequest, Needs
+from .base import Draft, DraftBudget, DraftContext, DraftRequest, Needs
 from .proposal import Committed, Proposal, ScoredTree, no_candidates, scored_tree_of
 
 
@@ -119,14 +119,17 @@ class Union(Draft):
         self.first.activate(slots)
         self.second.activate(slots)
 
-    def propose(self, slots: Tensor, num_nodes: int) -> Proposal:
-        drafts = self.first, self.second
+    def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+        drafts, num_nodes = (self.first, self.second), budget.num_nodes
         if num_nodes == 1:
-            return Proposal(no_candidates(slots), note=([draft.propose(slots, 1) for draft in drafts], None))
+            return Proposal(no_candidates(slots), note=([draft.propose(slots, budget) for draft in drafts], None))
         # One that both drafted may come before others of its own tree, so that all nodes of both are united; where a
         # level is a pass of a model, those of as many levels as the tree may have.
         asked = zip(drafts, self._most, self._has_levels, strict=True)
-        both = [draft.propose(slots, min(most, num_nodes) if levels else most) for draft, most, levels in asked]
+        both = [
+            draft.propose(slots, budget._replace(num_nodes=min(most, num_nodes) if levels else most))
+            for draft, most, levels in asked
+        ]
         trees = [scored_tree_of(p.drafts, slots, n, self.state) for p, n in zip(both, self._most, strict=True)]
         return Proposal(ScoredTree(*merge_trees(*trees[0], *trees[1], num_nodes)), note=(both, trees))
 
@@ -148,9 +151,9 @@ class Union(Draft):
         self.first.rest(slots, committed, proposals[0], states[0])
         self.second.rest(slots, committed, proposals[1], states[1])
 
-    def catch_up(self, slots: Tensor) -> None:
-        self.first.catch_up(slots)
-        self.second.catch_up(slots)
+    def catch_up(self, slots: Tensor, max_kv_len: int | None = None) -> None:
+        self.first.catch_up(slots, max_kv_len)
+        self.second.catch_up(slots, max_kv_len)
 
     def save(self, slot: int) -> dict[str, Tensor]:
         both = (("first", self.first), ("second", self.second))
