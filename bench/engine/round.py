@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM
 from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, SamplingParams, Standalone
 from specdec_kernels.engine.device.round import most_nodes
 from specdec_kernels.engine.drafts import Needs
-from specdec_kernels.engine.drafts.model import MOST_NODES
+from specdec_kernels.engine.drafts.model import DEFAULT_NUM_NODES
 from specdec_kernels.models.families import kv_numbers
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
 from specdec_kernels.models.layers.moe import QuantizedExperts
@@ -74,7 +74,7 @@ ALGORITHMS = {
     "tree": Drafting("tree", Eagle3, 5, 10, 32),
     "standalone": Drafting("standalone", Standalone, 5, 1, 6),
     # What an engine does that is told no more than the draft.
-    "adaptive": Drafting("adaptive", Eagle3, Eagle3.num_steps, Eagle3.topk, MOST_NODES, adaptive=True),
+    "adaptive": Drafting("adaptive", Eagle3, Eagle3.num_steps, Eagle3.topk, DEFAULT_NUM_NODES, adaptive=True),
 }
 
 

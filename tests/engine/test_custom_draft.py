@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from specdec_kernels.engine import (
     Eagle,
     Eagle3,
     Engine,
+    Idleable,
+    Learner,
+    Migratable,
     Needs,
     Ngram,
     Proposal,
@@ -26,9 +31,12 @@ from specdec_kernels.engine import (
     Standalone,
     Union,
 )
+from specdec_kernels.engine.drafts import DraftContext
+from specdec_kernels.engine.drafts.composition import having, leaves, restore_slot, save_slot, walk
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
+from support.recording_heads import DepthDraft
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
@@ -142,6 +150,105 @@ def test_scores_are_log_probabilities_of_paths() -> None:
         draft.propose = check  # type: ignore[method-assign]
         engine.generate(prompts()[6:9], SamplingParams(12))
         assert checked > 20, type(draft).__name__
+
+
+def test_draft_with_two_methods_drafts(device: torch.device) -> None:
+    """`needs` and `propose` are enough: this one says that each token comes twice."""
+
+    class Twice(Draft):
+        def needs(self, target: Any) -> Needs:
+            return Needs(num_nodes=2, accept_width=2)
+
+        def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+            root = self.state.root_tokens[slots][:, None]
+            return Proposal(Candidates(root, torch.full_like(root, -1), torch.full(root.shape, -1.0).to(root.device)))
+
+    outputs = expect_plain_texts(make_engine(Twice(), device, adaptive=False))
+    assert sum(output.stats.accepted for output in outputs) > 0
+
+
+# --- capabilities
+
+
+class Counting(Bigrams, Migratable, Learner):  # type: ignore[misc, valid-type]
+    """Keeps a number of each slot, and counts what the engine asks of it."""
+
+    def open(self, context: DraftContext) -> None:
+        super().open(context)
+        self.rounds = torch.zeros(context.num_slots + 1, 1, dtype=torch.int32, device=context.device)
+        self.forgotten = 0
+
+    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        super().extend(slots, committed, proposal, features)
+        self.rounds[slots.long()] += 1
+
+    def save(self, slot: int) -> dict[str, Tensor]:
+        return {"rounds": self.rounds[slot]}
+
+    def restore(self, slot: int, saved: Mapping[str, Tensor]) -> None:
+        self.rounds[slot].copy_(saved["rounds"])
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+def test_composition_finds_capabilities_of_members() -> None:
+    draft = Union(Union(Ngram(), Counting()), Union(Counting(), Bigrams()))
+    (_, first), (second, _) = (union.members for union in draft.members)
+    assert [type(each).__name__ for each in walk(draft)] == [
+        "Ngram", "Counting", "Union", "Counting", "Bigrams", "Union", "Union"
+    ]  # fmt: skip
+    assert leaves(draft) == [*draft.first.members, *draft.second.members]  # type: ignore[attr-defined]
+    assert having(draft, Migratable) == [first, second]
+    assert having(draft, Idleable) == [] and len(having(draft, Learner)) == 3
+    with closing(make_engine(draft, adaptive=False)) as engine:
+        engine.generate(prompts()[6], SamplingParams(4))
+        saved = save_slot(draft, 0)
+        assert sorted(saved) == ["1.rounds", "3.rounds"] and int(saved["1.rounds"]) > 1
+        restore_slot(draft, 1, {name: tensor + index for index, (name, tensor) in enumerate(saved.items())})
+        assert first.rounds[1] == first.rounds[0] and second.rounds[1] == second.rounds[0] + 1
+    assert not first.is_open and not hasattr(first, "rounds")
+
+
+def test_engine_calls_capabilities_of_a_union_member() -> None:
+    """Also of a member of a member: migrated state arrives, and warm-up rounds are forgotten."""
+    drafts = [Union(Union(Counting(), Ngram(num_nodes=4)), Bigrams(), num_nodes=6) for _ in range(2)]
+    engines = [make_engine(draft, adaptive=True) for draft in drafts]
+    counts = [having(draft, Migratable)[0] for draft in drafts]
+    assert [count.forgotten for count in counts] == [1, 1]  # type: ignore[attr-defined]
+    for engine, count in zip(engines, counts, strict=True):
+        count.rounds.zero_()  # type: ignore[attr-defined]
+        assert engine.stats().rounds == 0
+    request = engines[0].submit(prompts()[6], SamplingParams(NEW_TOKENS, ignore_eos=True))
+    exported = engines[0].export_request(request)
+    rounds = int(counts[0].rounds.max())  # type: ignore[attr-defined]
+    assert rounds > 0 and exported.tensors["slot.0.rounds"].tolist() == [rounds]
+    moved = engines[1].import_request(exported)
+    assert len(moved.result().tokens) == NEW_TOKENS
+    assert int(counts[1].rounds[:-1].max()) > rounds  # type: ignore[attr-defined]
+
+
+def test_draft_steps_know_their_depth(device: torch.device) -> None:
+    """Committed rows have depth 0, frontier nodes 1 and up; a module of one depth changes the drafts below it alone."""
+    trees: list[list[list[int]]] = []
+    for scales in ([1.0] * 4, [1.0, 1.0, -1.0, 1.0]):
+        draft = DepthDraft(HEAD, scales, num_steps=4, topk=1)
+        engine = make_engine(draft, device, adaptive=False, num_slots=1, cuda_graph=False)
+        chains: list[list[int]] = []
+        propose = draft.propose
+
+        def keep(slots: Tensor, budget: DraftBudget, propose: Any = propose, chains: Any = chains) -> Proposal:
+            proposal: Proposal = propose(slots, budget)
+            if budget.num_nodes > 1:
+                chains.append(proposal.drafts.tokens[0].tolist())
+            return proposal
+
+        draft.propose = keep  # type: ignore[method-assign]
+        engine.generate(prompts()[0], SamplingParams(12, ignore_eos=True))
+        assert draft.depths[:5] == [0, 1, 2, 3, 0] and set(draft.depths) == {0, 1, 2, 3}
+        trees.append(chains)
+    plain, changed = trees[0][0], trees[1][0]
+    assert plain[:2] == changed[:2] and plain[2] != changed[2]
 
 
 # --- one engine for each

@@ -12,6 +12,7 @@ import torch
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.device.memory import pages_that_fit
+from specdec_kernels.engine.drafts.composition import pools_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model, tokenizer
@@ -248,7 +249,7 @@ def test_a_trial_takes_all_memory_beside_the_pools(name: str, monkeypatch: pytes
     noted: list[int] = []
 
     def beside_pools(executor: Any) -> int:
-        pools = sum(pools.num_bytes for pools in (executor.target.pools, *executor.draft.pools))
+        pools = sum(pools.num_bytes for pools in (executor.target.pools, *pools_of(executor.draft)))
         return torch.cuda.memory_reserved() - pools
 
     def pages(executor: Any, *arguments: Any) -> int:

@@ -16,8 +16,8 @@ from torch import Tensor
 from specdec_kernels import _C
 from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, EngineOptions, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.config import EngineConfig, Machine
-from specdec_kernels.engine.device.prefill import Prefill
-from specdec_kernels.engine.drafts import Committed, DraftBudget, DraftContext, DraftRequest, Needs, Proposal
+from specdec_kernels.engine.drafts import Committed, DraftBudget, DraftContext, Needs, PrefillRows, Proposal
+from specdec_kernels.engine.drafts.composition import catch_up, leaves
 from specdec_kernels.engine.drafts.model import MAX_IDLE_ROUNDS, ModelDraft
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.engine.tuning import SCHEMA, rounds_of
@@ -67,7 +67,7 @@ def tuning_for(draft: Draft, us: list[float], device: torch.device, **options: A
 
 def model_draft(engine: Engine) -> Any:
     """Of a union, the one with a model."""
-    return next(part for part in engine.draft.parts if isinstance(part, ModelDraft))
+    return next(part for part in leaves(engine.draft) if isinstance(part, ModelDraft))
 
 
 def expect_same_state(resting: Any, awake: Any, slots: list[int], dtype: torch.dtype = torch.float32) -> None:
@@ -92,21 +92,22 @@ def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path:
     tuning = tuning_for(draft, [1.0], device, **options)
     options["adaptive"] = True
     resting, awake = (make_engine(d, device, tuning=tuning, **options) for d in (draft, DRAFTS[name](tmp_path)))
-    awake.draft.rest = awake.draft.extend  # type: ignore[method-assign]
+    extend = awake.draft.extend
+    awake.draft.extend = lambda slots, committed, *rest: extend(slots, committed._replace(idle=False), *rest)  # type: ignore[method-assign]
     most, (rests, follows) = resting.config.needs.num_nodes, map(model_draft, (resting, awake))
     behind = 0
 
     def both(slots: list[int], nodes: int) -> None:
         nonlocal behind
         if nodes > 1 or behind == MAX_IDLE_ROUNDS:
-            resting.draft.catch_up(torch.tensor(slots, dtype=torch.int32, device=device))
+            catch_up(resting.draft, torch.tensor(slots, dtype=torch.int32, device=device))
             live = [slot for slot in slots if slot >= 0 and not int(resting.state.finish_reasons[slot])]
             expect_same_state(rests, follows, live)
             behind = 0
         behind += nodes == 1
         assert run_round(resting, slots, nodes) == run_round(awake, slots, nodes)
         if behind:
-            assert rests.num_kept.max() <= behind
+            assert rests.backlog_lens.max() <= behind
 
     def join(slot: int, prompt: int, budget: int = 100) -> None:
         for engine in (resting, awake):
@@ -135,7 +136,7 @@ def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path:
         both([0, 1, 2], 1)
     both([2, 0, 1], most)
     both([2, 0, 1], most)
-    assert not resting.state.status.any() and not rests.num_kept.any()
+    assert not resting.state.status.any() and not rests.backlog_lens.any()
 
 
 def test_a_round_of_rest_runs_no_model(device: torch.device, tmp_path: Path) -> None:
@@ -153,9 +154,9 @@ def test_a_round_of_rest_runs_no_model(device: torch.device, tmp_path: Path) -> 
         setattr(module, method, counted)
         for _ in range(5):
             run_round(engine, [0], 1)
-        assert not calls and model.num_kept.tolist() == [5, 0, 0, 0]
-        engine.draft.catch_up(torch.tensor([0], dtype=torch.int32, device=device))
-        assert len(calls) == 1 and not model.num_kept.any()
+        assert not calls and model.backlog_lens.tolist() == [5, 0, 0, 0]
+        catch_up(engine.draft, torch.tensor([0], dtype=torch.int32, device=device))
+        assert len(calls) == 1 and not model.backlog_lens.any()
 
 
 def test_rows_that_the_ring_has_lost(device: torch.device) -> None:
@@ -164,15 +165,15 @@ def test_rows_that_the_ring_has_lost(device: torch.device) -> None:
     engine = make_engine(draft, device, adaptive=True, tuning=tuning_for(draft, [1.0], device), cuda_graph=False)
     for slot in range(2):
         begin(engine, slot, prompts()[slot])
-    draft.catch_up(torch.tensor([0, 1], dtype=torch.int32, device=device))
-    other = draft.kept_tokens[1].clone()
+    catch_up(draft, torch.tensor([0, 1], dtype=torch.int32, device=device))
+    other = draft.backlog_tokens[1].clone()
     tokens = [run_round(engine, [0], 1)[0][0] for _ in range(MAX_IDLE_ROUNDS + 5)]
     kept = torch.tensor(tokens[5:], dtype=torch.int32, device=device)
-    assert torch.equal(draft.kept_tokens[0].roll(-5), kept) and torch.equal(draft.kept_tokens[1], other)
+    assert torch.equal(draft.backlog_tokens[0].roll(-5), kept) and torch.equal(draft.backlog_tokens[1], other)
     pools, hidden = draft.module.pools.layers[0].k, draft.last_hidden.clone()
     pages = engine.state.pool.page_table[0].long()
     before = pools[pages].flatten(0, 1).clone()
-    draft.catch_up(torch.tensor([0, 1], dtype=torch.int32, device=device))
+    catch_up(draft, torch.tensor([0, 1], dtype=torch.int32, device=device))
     length, after = int(engine.state.seq_lens[0]), pools[pages].flatten(0, 1)
     changed = (before != after).flatten(1).any(1).nonzero().flatten().tolist()
     assert changed == [*range(length - MAX_IDLE_ROUNDS, length)]
@@ -194,7 +195,7 @@ def test_whoever_rests_for_good_teaches_nothing(name: str, device: torch.device,
             for _ in range(MAX_IDLE_ROUNDS + 4):
                 run_round(engine, [0], 1)
         for _ in range(6):
-            draft.catch_up(torch.tensor(slots, dtype=torch.int32, device=device))
+            catch_up(draft, torch.tensor(slots, dtype=torch.int32, device=device))
             run_round(engine, slots)
         counts.append(model_draft(engine).calibration.counts[..., 0].sum(1).tolist())
     assert counts[0] == counts[1] and counts[0][0] > 5
@@ -204,50 +205,30 @@ def test_whoever_rests_for_good_teaches_nothing(name: str, device: torch.device,
 
 
 class Twice(Draft):
-    """A draft that rests, and beside it the same one that never does: what they propose must be the same."""
+    """A draft that is idle at times, and the same one that never is: what they propose must be the same."""
 
     def __init__(self, make: Callable[[], ModelDraft]) -> None:
-        self.rests, self.follows = make(), make()
+        self.idles, self.follows = make(), make()
         self.compared = torch.zeros(2)
 
+    @property
+    def members(self) -> tuple[Draft, ...]:
+        return self.idles, self.follows
+
     def needs(self, target: Any) -> Needs:
-        needs = self.rests.needs(target)
+        needs = self.idles.needs(target)
         return replace(needs, kv_numbers=2 * needs.kv_numbers)
 
     def open(self, context: DraftContext) -> None:
-        super().open(context)
         self.worst, self.compared = torch.zeros(1, device=context.device), torch.zeros(2, device=context.device)
-        for draft in (self.rests, self.follows):
-            draft.open(context)
 
-    def close(self) -> None:
-        self.rests.close()
-        self.follows.close()
-        super().close()
-
-    @property
-    def pools(self) -> list[Any]:
-        return [*self.rests.pools, *self.follows.pools]
-
-    def resize_pools(self, num_pages: int) -> None:
-        self.rests.resize_pools(num_pages)
-        self.follows.resize_pools(num_pages)
-
-    def begin(self, slot: int, request: DraftRequest) -> None:
-        self.rests.begin(slot, request)
-        self.follows.begin(slot, request)
-
-    def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
-        self.rests.prefill(prefill, features)
+    def prefill(self, prefill: PrefillRows, features: Tensor | None) -> None:
+        self.idles.prefill(prefill, features)
         self.follows.prefill(prefill, features)
-
-    def activate(self, slots: Tensor) -> None:
-        self.rests.activate(slots)
-        self.follows.activate(slots)
 
     def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
         num_nodes = budget.num_nodes
-        proposals = [draft.propose(slots, budget) for draft in (self.rests, self.follows)]
+        proposals = [draft.propose(slots, budget) for draft in self.members]
         if num_nodes > 1:
             trees = [scored_tree_of(p.drafts, slots, num_nodes, self.state) for p in proposals]
             rows = slots.clamp(min=0)
@@ -259,15 +240,8 @@ class Twice(Draft):
         return proposals[0]._replace(note=proposals[1])
 
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
-        self.rests.extend(slots, committed, proposal, features)
-        self.follows.extend(slots, committed, proposal.note, features)
-
-    def rest(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
-        self.rests.rest(slots, committed, proposal, features)
-        self.follows.extend(slots, committed, proposal.note, features)
-
-    def catch_up(self, slots: Tensor, max_kv_len: int | None = None) -> None:
-        self.rests.catch_up(slots, max_kv_len)
+        self.idles.extend(slots, committed, proposal, features)
+        self.follows.extend(slots, committed._replace(idle=False), proposal.note, features)
 
 
 TWICE: dict[str, Callable[[Path], Callable[[], ModelDraft]]] = {
@@ -303,7 +277,7 @@ def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path:
         rows = rng.choice([batch, batch, batch, 3 * batch // 2, 2 * batch, batch * most])
         nodes, live = 1 if rows == batch else 2, [slot for slot in slots.tolist() if slot >= 0]
         if max(behind.get(slot, 0) for slot in live) >= (MAX_IDLE_ROUNDS if nodes == 1 else 1):
-            draft.catch_up(slots, max_kv_len)
+            catch_up(draft, slots, max_kv_len)
             behind.update(dict.fromkeys(live, 0))
             kinds["catch up"] += 1
         for slot in live if nodes == 1 else ():
@@ -342,7 +316,7 @@ def test_an_engine_that_rests(name: str, device: torch.device, tmp_path: Path) -
         Comparison(reference_model()).check(prompt, output.tokens[: len(want)], want)
         assert output.stats.rounds == NEW_TOKENS - 1 and output.stats.drafted == 0
     assert engine.stats().rounds_by_nodes[1] == engine.stats().rounds
-    kept = int(model_draft(engine).num_kept.max())
+    kept = int(model_draft(engine).backlog_lens.max())
     assert 0 < kept <= MAX_IDLE_ROUNDS
     if engine.graphs is None:
         catch_ups = [batch for batch, rows in launched if batch and not rows]
@@ -415,7 +389,7 @@ def test_a_captured_pass_catches_up(name: str, tmp_path: Path) -> None:
         begin(engine, slot, prompts()[slot])
     for slots in ([0, 1, 2], [0, 2], [2], [2, 0]):
         run_round(engine, slots, 1)
-    assert draft.rests.num_kept.tolist() == [3, 1, 4, 0]
+    assert draft.idles.backlog_lens.tolist() == [3, 1, 4, 0]
     rings = engine.core.executor.round.rings
     record = rings.commands[int(rings.num_applied) % len(rings.commands)]
     record.fill_(-1)
@@ -424,8 +398,8 @@ def test_a_captured_pass_catches_up(name: str, tmp_path: Path) -> None:
     graph.instantiate()
     graph.replay()
     torch.cuda.synchronize()
-    assert draft.rests.num_kept.tolist() == [0, 1, 0, 0]
-    expect_same_state(draft.rests, draft.follows, [0, 2])
+    assert draft.idles.backlog_lens.tolist() == [0, 1, 0, 0]
+    expect_same_state(draft.idles, draft.follows, [0, 2])
     draft.compared.zero_()  # which the rounds that were timed have counted, too
     run_round(engine, [0, 2], engine.config.needs.num_nodes)
     assert draft.compared.tolist() == [2, 2]
@@ -455,8 +429,8 @@ def budget(catch_up: float, drafting: float = 10.0) -> _C.Budget:
 
 def test_resting_costs_what_catching_up_takes_in_the_end() -> None:
     """A sixteenth of it a round: drafts that bring 5 % at 10 % more pay where resting costs 5 % more."""
-    for catch_up, level in ((30.0, 0), (200.0, 1)):
-        made = budget(catch_up)
+    for cost, level in ((30.0, 0), (200.0, 1)):
+        made = budget(cost)
         for _ in range(200):
             made.update_gain(0, 1, [0.0, 0.0], [0.0, 0.0])  # forgets the guess that all drafts are right
         for _ in range(300):

@@ -13,6 +13,7 @@ import torch
 import specdec_kernels as sd
 from specdec_kernels import _C
 from specdec_kernels.engine import (
+    AttentionCall,
     Draft,
     Eagle3,
     Engine,
@@ -24,9 +25,9 @@ from specdec_kernels.engine import (
 )
 from specdec_kernels.engine.config import EngineConfig, Machine
 from specdec_kernels.engine.device.graphs import RoundSize
-from specdec_kernels.engine.device.kv_buckets import MOST_BOUNDS, AttentionCall, kv_bounds, last_alike
+from specdec_kernels.engine.device.kv_buckets import MOST_BOUNDS, kv_bounds, last_alike
 from specdec_kernels.engine.device.state import EngineState
-from specdec_kernels.models.layers.attention import Rows
+from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.synthetic.shapes import shape_config
 from specdec_kernels.tiny import tiny_model
 from support.tiny_checkpoint import Comparison, held_out, reference_model
@@ -246,7 +247,7 @@ def test_round_bounds_every_forward_pass(draft: Eagle3 | None, monkeypatch: pyte
     engine = Engine(TARGET, draft=draft, max_len=64, num_slots=1, dtype=torch.float32, device="cpu")
     launched: set[int | None] = set()
     bounds: set[int | None] = set()
-    launch, rows = engine._executor.round.launch, EngineState.rows
+    launch, rows = engine.core.executor.round.launch, EngineState.rows
 
     def note_launch(batch: int, num_rows: int, max_kv_len: int) -> None:
         launched.add(max_kv_len)
@@ -254,11 +255,11 @@ def test_round_bounds_every_forward_pass(draft: Eagle3 | None, monkeypatch: pyte
         assert bounds <= {max_kv_len}
         bounds.clear()
 
-    def note_rows(*args: Any, **options: Any) -> Rows:
+    def note_rows(*args: Any, **options: Any) -> PagedBatch:
         bounds.add(options.get("max_kv_len"))
         return rows(*args, **options)
 
-    engine._executor.launch = note_launch
+    engine.core.executor.launch = note_launch
     monkeypatch.setattr(EngineState, "rows", note_rows)
     engine.generate([[1, 2, 3]], SamplingParams(8, ignore_eos=True))
     assert None not in launched and len(launched) > 1

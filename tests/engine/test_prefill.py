@@ -9,7 +9,7 @@ from specdec_kernels import _C
 from specdec_kernels.engine import Engine
 from specdec_kernels.engine.device.prefill import Chunk, Shape, pack
 from specdec_kernels.engine.device.prefill_graphs import PIECE, Passes, captured_shapes
-from specdec_kernels.engine.device.state import to_device
+from specdec_kernels.engine.host_tensors import to_device
 from specdec_kernels.engine.startup import on_stream
 from support.devices import HAS_CUDA
 from support.manual_rounds import MAX_LEN, every_draft, kv_of, make_engine, prompts, slot_state

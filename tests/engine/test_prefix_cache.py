@@ -30,6 +30,7 @@ from specdec_kernels.engine import (
     Union,
 )
 from specdec_kernels.engine.drafts import DraftRequest
+from specdec_kernels.engine.drafts.composition import pools_of
 from specdec_kernels.tiny import tiny_model
 from support.leaks import cached_pages, expect_nothing_left, expect_nothing_lost
 from support.sampled_texts import differing
@@ -241,7 +242,7 @@ def test_texts_are_those_without_it(name: str, pressure: bool, device: torch.dev
 def cached_pages_watched(engine: Engine) -> Iterator[list[int]]:
     """Nothing that runs writes a page of the cache; yields how many were there at each call."""
     counts: list[int] = []
-    pools = [group for pools in (engine.target.pools, *engine.draft.pools) for group in pools.groups]
+    pools = [group for pools in (engine.target.pools, *pools_of(engine.draft)) for group in pools.groups]
 
     def contents() -> list[Tensor]:
         pages = cached_pages(engine)
@@ -279,7 +280,7 @@ def test_cached_rows_stay_as_they_are(name: str, device: torch.device) -> None:
     prompts = shared_prompts(8, rng)
     engine.generate(prompts, SamplingParams(20))
     engine.core.scheduler.settle()
-    pools = [group for pools in (engine.target.pools, *engine.draft.pools) for group in pools.groups]
+    pools = [group for pools in (engine.target.pools, *pools_of(engine.draft)) for group in pools.groups]
     pages = cached_pages(engine)
     before = [kv[:, pages].clone() for group in pools for kv in (group.k, group.v)]
     for _ in range(2):

@@ -54,7 +54,7 @@ def test_small_trees_of_large_batches_are_drafted_by_fewer_paths(
     monkeypatch.setattr("specdec_kernels.engine.drafts.model.TILE_ROWS", 1)
     draft = Eagle3(tiny_model("eagle3"), topk=8, num_nodes=6)
     engine = make_engine(draft, device, adaptive=False)
-    assert [draft.branches(4, nodes) for nodes in (2, 6, 7, 12, 32)] == [1, 1, 2, 3, 8]
+    assert [draft.num_branches(4, nodes) for nodes in (2, 6, 7, 12, 32)] == [1, 1, 2, 3, 8]
     outputs = engine.generate(prompts(), SamplingParams(NEW_TOKENS))
     comparison = Comparison(reference_model())
     for prompt, output, plain in zip(prompts(), outputs, plain_texts(), strict=True):

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from specdec_kernels.engine import AsyncEngine, Engine, Ngram, SamplingParams, Standalone, Union
+from specdec_kernels.engine.drafts import HasWeights
+from specdec_kernels.engine.drafts.composition import having, pools_of
 from specdec_kernels.tiny import tiny_model
 from support.changed_weights import DRAFTS, HEAD, TARGET, changed, eagle3, make_engine, tensors_of, texts
 from support.paused_rounds import rounds_held
@@ -40,7 +42,7 @@ def test_texts_stay(name: str, implementation: str, device: torch.device) -> Non
     with make_engine(TARGET, draft, device, **options) as engine:
         before = texts(engine)
         engine.sleep()
-        assert all(pools.num_bytes == 0 for pools in (engine.target.pools, *draft.pools))
+        assert all(pools.num_bytes == 0 for pools in (engine.target.pools, *pools_of(draft)))
         with pytest.raises(RuntimeError) as caught:
             engine.submit([1, 2, 3])
         assert str(caught.value) == ASLEEP
@@ -48,7 +50,7 @@ def test_texts_stay(name: str, implementation: str, device: torch.device) -> Non
         assert texts(engine) == before
 
         engine.sleep(2)
-        weights = [engine.target.weights, *(part.weights for part in draft.parts)]
+        weights = [engine.target.weights, *(part.weights for part in having(draft, HasWeights))]
         assert all(tensor.untyped_storage().nbytes() <= 4 for each in weights for tensor in each.values())
         engine.wake()
         with pytest.raises(RuntimeError) as caught:

@@ -401,7 +401,7 @@ def test_measuring_leaves_nothing_behind(device: torch.device, tmp_path: Path) -
         torch.cuda.synchronize()
     assert int(engine.state.pool.num_free) == engine.config.num_pages
     assert engine.state.status.tolist() == engine.state.seq_lens.tolist() == [0] * engine.config.num_slots
-    head, ngram = draft.parts
+    head, ngram = draft.members
     assert isinstance(head, Eagle3) and head.calibration is not None and not head.calibration.counts.any()
     assert isinstance(ngram, Ngram) and ngram.index.statistics.held == len(ngram._corpus[0])
 
@@ -413,7 +413,7 @@ def test_a_lower_level_drafts_the_first_nodes_of_a_higher_one(
     """Of as many paths; which is how a round shows what the levels below it would have accepted."""
     from support.manual_rounds import begin, run
 
-    monkeypatch.setattr(ModelDraft, "branches", lambda draft, batch, num_nodes: draft.topk)
+    monkeypatch.setattr(ModelDraft, "num_branches", lambda draft, batch, num_nodes: draft.topk)
 
     engine = make_engine(DRAFTS[name](tmp_path), device)
     slots = torch.arange(4, dtype=torch.int32, device=device)
@@ -445,7 +445,7 @@ def test_drawn_drafts_are_as_many_for_each_request(device: torch.device) -> None
         nonlocal seen
         result, num_rows, batch = commit(drafted), len(drafted.hidden), len(drafted.slots)
         assert num_rows % batch == 0 and set(result.num_nodes.tolist()) <= {0, num_rows // batch}
-        seen += num_rows > batch or drafted.rests  # and no first round
+        seen += num_rows > batch or drafted.idle  # and no first round
         return result
 
     engine.core.executor.round.commit = looked_at  # type: ignore[method-assign]

@@ -12,7 +12,6 @@ a slot. The slots share the KV rows of the text and have rows of their own behin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from ..engine import Committed, Draft, DraftBudget, DraftContext, DraftRequest, Engine, Needs, SamplingParams
 from ..engine.device.prefill import Prefill
 from ..engine.device.state import EngineState
+from ..engine.drafts.composition import close_draft, open_draft
 from ..engine.drafts.proposal import scored_tree_of
 from ..models.language_model import LanguageModel
 from ..models.layers.paged_batch import PagedBatch
@@ -122,15 +122,17 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
         fixed_split=None,
         device=target.embedding.weight.device,
     )
-    draft.open(DraftContext(target, state, target.max_len, False, None, "the doctor shows tokens alone"))
-    with closing(draft):
+    open_draft(draft, DraftContext(target, state, target.max_len, False, None, "the doctor shows tokens alone"))
+    try:
         acceptance = Acceptance([], [], [0] * num_steps, [0] * num_steps, covered(draft, texts))
         for text in texts:
             features = None
             if layers:
                 features = shifted(text.features[:, layers].flatten(1), pairing)
-            right = drafts_right(draft, num_steps, text, features)
+            right = drafts_right(draft, state, num_steps, text, features)
             count(right, acceptance)
+    finally:
+        close_draft(draft)
     return acceptance
 
 
@@ -155,9 +157,8 @@ def shifted(features: Tensor, by: int) -> Tensor:
     return features[at]
 
 
-def drafts_right(draft: Draft, num_steps: int, text: Text, features: Tensor | None) -> list[int]:
+def drafts_right(draft: Draft, state: EngineState, num_steps: int, text: Text, features: Tensor | None) -> list[int]:
     """For each root in turn: how many drafts of a chain behind it are right."""
-    state = draft.context.state
     device = state.seq_lens.device
     roots = roots_of(text, num_steps)
     if not roots:

@@ -16,9 +16,9 @@ from ..models.weights.kv_scales import kv_dtype_of
 from ..models.weights.loading import DTYPES
 from ..plans import Gpu
 from .device.graphs import RoundSize, default_batch_sizes
-from .device.kv_buckets import AttentionCall, kv_bounds
+from .device.kv_buckets import kv_bounds
 from .device.round import most_nodes
-from .drafts import Draft, Needs
+from .drafts import AttentionCall, Draft, Needs
 from .options import RING_DEPTH, EngineOptions
 from .params import MAX_LOGPROBS
 

@@ -18,6 +18,7 @@ from ..models.weights.loading import config_of, model_name
 from ..status import FinishReason
 from .config import EngineConfig, Machine
 from .drafts import Draft
+from .drafts.composition import close_draft, expect_closed
 from .inputs import InputProcessor
 from .options import EngineOptions
 from .outputs import NewTokens
@@ -57,7 +58,7 @@ class EngineCore:
 
     def __init__(self, model: str | Path | nn.Module, draft: Draft | None, options: EngineOptions) -> None:
         self.draft = Draft() if draft is None else draft
-        self.draft.expect_closed()
+        expect_closed(self.draft)
         tuning = {} if options.tuning is None else read_tuning(options.tuning)
         machine = Machine.of(options.device)
         expect_folder(model, "Engine: model")
@@ -250,7 +251,7 @@ def forward_tokens(
 def close(threads: EngineThreads, draft: Draft) -> None:
     """End what an engine runs on. It takes no engine, since the engine may have been collected."""
     threads.close()
-    draft.close()
+    close_draft(draft)
 
 
 def check_writable(trace: str | Path) -> None:

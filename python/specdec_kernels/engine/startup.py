@@ -24,7 +24,8 @@ from .device.prefill_graphs import captured_shapes
 from .device.rings import Rings
 from .device.round import Round
 from .device.state import EngineState
-from .drafts import Draft, DraftContext
+from .drafts import Draft, DraftContext, Learner
+from .drafts.composition import close_draft, having, open_draft, resize_pools
 from .options import RING_DEPTH
 from .tuning import calibrate
 
@@ -63,7 +64,8 @@ def open_runtime(
     round = executor.round
     try:
         catches_up = config.max_idle_rounds > 0
-        draft.open(DraftContext(round.target, round.state, config.max_len, catches_up, tokenizer, no_tokenizer))
+        context = DraftContext(round.target, round.state, config.max_len, catches_up, tokenizer, no_tokenizer)
+        open_draft(draft, context)
         device = config.machine.device
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if config.mem_fraction is not None:
@@ -75,11 +77,11 @@ def open_runtime(
                 scheduler.set_costs(costs)
             elif config.num_levels > 0:
                 scheduler.measure_rounds(list(config.measured_sizes))
-                draft.begin_anew()
+                for each in having(draft, Learner):
+                    each.forget()
             calibrate(draft, calibrations)
     except BaseException:
-        if draft.is_open:
-            draft.close()
+        close_draft(draft)
         raise
     return Runtime(config, executor, stream, graphs, scheduler)
 
@@ -175,7 +177,7 @@ def size_pools(
     num_pages = min(fitting, config.num_slots * config.pages.of_slot)
     executor.state.resize_pool(num_pages)
     executor.target.resize_pools(num_pages)
-    executor.draft.resize_pools(num_pages)
+    resize_pools(executor.draft, num_pages)
     return dataclasses.replace(config, num_pages=num_pages)
 
 

@@ -17,6 +17,7 @@ import torch
 from .. import _C, __version__
 from .config import EngineConfig
 from .drafts import Draft
+from .drafts.composition import leaves
 from .drafts.model import ModelDraft
 from .options import TuningSource
 
@@ -103,7 +104,7 @@ def facts_of(part: ModelDraft, target: str) -> dict[str, Any]:
 
 def calibrated_parts(draft: Draft) -> list[ModelDraft]:
     """The drafts with a calibration, of those that this one unites."""
-    return [part for part in draft.parts if isinstance(part, ModelDraft) and not part.sampled]
+    return [part for part in leaves(draft) if isinstance(part, ModelDraft) and not part.sampled]
 
 
 def identity_of(part: ModelDraft, target: str) -> dict[str, str]:
@@ -166,7 +167,7 @@ def rounds_of(model: Any, draft: Draft, config: EngineConfig) -> dict[str, Any]:
         "draft": {
             "parts": [
                 [type(part).__name__, *([part.model_name] if isinstance(part, ModelDraft) else [])]
-                for part in draft.parts
+                for part in leaves(draft)
             ],
             "accept_width": needs.accept_width,
             "scratch_rows": needs.scratch_rows,

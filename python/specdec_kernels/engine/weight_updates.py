@@ -14,7 +14,8 @@ from ..models.language_model import LanguageModel
 from ..models.weights.loading import some
 from ..models.weights.offload import Lacking, weights_of
 from ..models.weights.update import Update, write
-from .drafts import Draft
+from .drafts import Draft, HasWeights, composition
+from .drafts.composition import having, leaves
 from .startup import Runtime, capture_all, on_stream
 from .threads import EngineThreads
 
@@ -62,7 +63,7 @@ class WeightManager:
             self._expect_awake("sleep")
             if level not in (1, 2):
                 raise ValueError(f"sleep: level is {level}, expected 1 or 2")
-            if level == 2 and (self._target.is_given or any(part.is_given for part in self._draft.parts)):
+            if level == 2 and (self._target.is_given or any(part.is_given for part in having(self._draft, HasWeights))):
                 raise ValueError(
                     "sleep: level is 2, expected 1 for a model that was given as a module, which is its owner's"
                 )
@@ -78,7 +79,7 @@ class WeightManager:
                     runtime.executor.passes.captured.clear()
                     runtime.graphs = None
                 self._target.sleep(level)
-                self._draft.sleep(level)
+                composition.sleep(self._draft, level)
                 if runtime.stream is not None:
                     torch.cuda.empty_cache()
 
@@ -91,7 +92,7 @@ class WeightManager:
             level, num_pages = self._sleep_level, runtime.config.num_pages
             with self._threads.paused(), on_stream(runtime.stream):
                 self._target.wake(level, num_pages)
-                self._draft.wake(level, num_pages)
+                composition.wake(self._draft, level, num_pages)
                 if runtime.config.captures:
                     runtime.graphs = capture_all(runtime.executor, runtime.config, runtime.stream, progress=False)
                     runtime.scheduler.set_graphs(runtime.graphs.raw() if runtime.graphs else {})
@@ -119,13 +120,17 @@ class NewWeights:
         weights: Weights | None,
         draft_weights: Weights | Sequence[Weights | None] | None,
     ) -> None:
-        self._models: list[LanguageModel | Draft] = [target, *draft.parts]
+        self._models: list[LanguageModel | HasWeights] = [target, *having(draft, HasWeights)]
         self.updates: list[Update] = []
         if weights is not None:
             self.updates += target.updates(weights, "update_weights: weights")
-        for part, (given, name) in zip(draft.parts, of_parts(draft, draft_weights), strict=True):
-            if given is not None:
-                self.updates += part.updates(given, f"update_weights: {name}")
+        for part, (given, name) in zip(leaves(draft), of_parts(draft, draft_weights), strict=True):
+            if given is None:
+                continue
+            if not isinstance(part, HasWeights):
+                kind = type(part).__name__
+                raise ValueError(f"update_weights: {name} is given, expected None for {kind}, which has no weights")
+            self.updates += part.updates(given, f"update_weights: {name}")
 
     def write(self) -> None:
         """Copy the weights, and refresh what models derive from theirs."""
@@ -136,7 +141,7 @@ class NewWeights:
 
 def of_parts(draft: Draft, given: Weights | Sequence[Weights | None] | None) -> list[tuple[Weights | None, str]]:
     """Return the weights of each part of the draft, and their name in errors; ValueError for another number."""
-    parts = draft.parts
+    parts = leaves(draft)
     if given is None:
         return [(None, "")] * len(parts)
     if isinstance(given, Sequence) and not isinstance(given, str):
@@ -155,8 +160,11 @@ def of_parts(draft: Draft, given: Weights | Sequence[Weights | None] | None) -> 
 def own_weights(target: LanguageModel, draft: Draft) -> dict[str, Tensor]:
     """Return the weights that the engine offloads and reloads, by model and name."""
     weights = dict(target.weights)
-    for i, part in enumerate(draft.parts):
-        model = "draft" if len(draft.parts) == 1 else f"draft[{i}]"
+    parts = leaves(draft)
+    for i, part in enumerate(parts):
+        if not isinstance(part, HasWeights):
+            continue
+        model = "draft" if len(parts) == 1 else f"draft[{i}]"
         weights |= {f"{model}: {name}": tensor for name, tensor in part.weights.items()}
     return weights
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ...ops import alloc_pages, assign_pages
 from ..drafts import DraftRequest
+from ..drafts.composition import restore_slot, walk
+from ..host_tensors import to_device
 from .logit_edits import LogitEdit
 from .prefill import Chunk
 from .prefill_graphs import Passes
 from .round import Round
-from .state import to_device
 
 if TYPE_CHECKING:
     from ..._C import AdmittedRequest
@@ -33,7 +34,6 @@ class Executor:
         self.round, self.prefill_chunk = round, prefill_chunk
         self.passes = Passes(round.target, round.draft, round.state)
         self.target, self.draft, self.state = round.target, round.draft, round.state
-        self.launch, self.forward, self.finish = round.launch, round.forward, round.finish
         self.not_captured: str | None = None  # why rounds that were to be graphs are launched call by call
         self._arrived: dict[
             int, dict[str, Tensor]
@@ -64,7 +64,9 @@ class Executor:
         if kept is not None:
             self._arrived[slot] = kept
             rows = len(tokens) - 1
-        self.draft.begin(slot, DraftRequest(request.id, tokens, request.ngram_group, prediction, rows))
+        drafted = DraftRequest(request.id, tokens, request.ngram_group, prediction, rows)
+        for draft in walk(self.draft):
+            draft.begin(slot, drafted)
 
     def _edit(self, slot: int, edit: LogitEdit | None, tokens: list[int]) -> None:
         masks = self.round.masks
@@ -99,10 +101,20 @@ class Executor:
             self.state.make_room(rows, self.round.reserve)
         if arrived := [slot for slot in slots if slot in self._arrived]:
             for slot in arrived:
-                self.draft.restore(slot, self._arrived.pop(slot))
+                restore_slot(self.draft, slot, self._arrived.pop(slot))
             rows = to_device(array("i", [slot for slot in slots if slot not in arrived]), rows.device)
         if len(rows) > 0:
-            self.draft.activate(rows)
+            for draft in walk(self.draft):
+                draft.activate(rows)
+
+    def launch(self, batch: int, num_rows: int, max_kv_len: int) -> None:
+        self.round.launch(batch, num_rows, max_kv_len)
+
+    def forward(self, batch: int, num_rows: int, max_kv_len: int) -> None:
+        self.round.forward(batch, num_rows, max_kv_len)
+
+    def finish(self, batch: int, num_rows: int, max_kv_len: int) -> None:
+        self.round.finish(batch, num_rows, max_kv_len)
 
     @torch.inference_mode()
     def constrain(self, number: int, requests: list[tuple[int, int, list[int]]], batch: int, num_rows: int) -> None:
@@ -117,7 +129,8 @@ class Executor:
     def deactivate(self, slots: list[int]) -> None:
         for slot in slots:
             self._arrived.pop(slot, None)
-            self.draft.release(slot)
+            for draft in walk(self.draft):
+                draft.release(slot)
 
     def progress(self) -> tuple[int, int]:
         return int(self.round.rings.num_applied), int(self.round.rings.num_published)

@@ -3,40 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
-from ...models.families import kv_heads_of, pool_dim_of
 from ...plans import HEAD_DIMS, Gpu, attention_plan
+from ..drafts.needs import AttentionCall
 
 MOST_BOUNDS = 4  # of rounds of one batch size and as many rows
 # Calls that are fewer than one in so many of the most frequent decide no bounds: a head's one layer beside a target's.
 FEWEST = 4
 FIRST_STEP = 1024  # plans are compared there, and at every power of two from there on
-
-
-class AttentionCall(NamedTuple):
-    """What is static about a call of `tree_attention` in a round.
-
-    Attributes:
-        q_rows: query rows of each request, in trees of as many nodes or more; in smaller trees, as many as nodes. None:
-            packed rows, the nodes of all requests.
-        q_heads, kv_heads, head_dim: as the tensors have them.
-        follows_kv_dtype: its pools have the engine's `kv_dtype`; else the dtype of the weights.
-        per_round: such calls of a round: layers times passes.
-    """
-
-    q_rows: int | None
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    follows_kv_dtype: bool
-    per_round: int = 1
-
-    @classmethod
-    def of(cls, config: Any, q_rows: int | None, follows_kv_dtype: bool, per_round: int | None = None) -> AttentionCall:
-        """That of the layers of a model with this config; `per_round` None: one pass through them."""
-        heads = config.num_attention_heads, kv_heads_of(config)
-        return cls(q_rows, *heads, pool_dim_of(config), follows_kv_dtype, per_round or config.num_hidden_layers)
 
 
 def kv_bounds(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...ops import LogitEdits
 from ...status import Edit
-from .state import to_device
+from ..host_tensors import to_device
 
 
 class LogitEdit(NamedTuple):

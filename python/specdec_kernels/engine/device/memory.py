@@ -7,9 +7,10 @@ from bisect import bisect_right
 
 import torch
 
+from ..drafts.composition import pools_of
+from ..host_tensors import to_device
 from .executor import Executor
 from .prefill import MOST_PADDING, Shape, pack
-from .state import to_device
 
 
 def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) -> int:
@@ -21,7 +22,7 @@ def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) 
     largest_prefill(executor, prefill_chunk)
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
-    pools = executor.target.pools, *executor.draft.pools
+    pools = executor.target.pools, *pools_of(executor.draft)
     room = int(mem_fraction * total) - (total - free) + sum(each.num_bytes for each in pools)
     num_slots, max_pages = state.pool.page_table.shape
     counts = range(1, num_slots * max_pages + 1)

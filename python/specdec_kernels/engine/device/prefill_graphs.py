@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ...models.language_model import LanguageModel
 from ..drafts import Draft
+from ..host_tensors import to_device
 from .prefill import Chunk, Prefill, Shape, num_pieces, pack
-from .state import EngineState, to_device
+from .state import EngineState
 
 PIECE = 64  # rows of a captured pass's pieces
 CHEAP_ROWS = 256  # a pass of so many rows takes little more than one of a few: most of it is reading the weights

@@ -27,6 +27,7 @@ from ...ops import (
     verify_tree,
 )
 from ..drafts import Committed, Draft, DraftBudget, DrawnFrom, Needs, Proposal, ScoredTree
+from ..drafts.composition import catch_up
 from ..drafts.proposal import scored_tree_of
 from .grammar_masks import TreeMasks
 from .rings import Rings
@@ -63,7 +64,7 @@ class Drafted(NamedTuple):
     rows: PagedBatch
     hidden: Tensor  # [M, H]
     features: Tensor | None  # [M, F]
-    rests: bool  # the draft, behind it
+    idle: bool  # the draft, after it
 
 
 def most_nodes(batch: int, num_rows: int, needs: Needs, equal: bool = False) -> int:
@@ -144,7 +145,7 @@ class Round:
             return
         slots = rings.slots[:batch]
         if num_rows == _C.CATCH_UP:
-            self.draft.catch_up(slots, max_kv_len)
+            catch_up(self.draft, slots, max_kv_len)
         else:
             self._drafted = self.run_target(slots, num_rows, max_kv_len)
 
@@ -202,13 +203,13 @@ class Round:
             features = state.last_features[at] if self.needs.feature_layers else None
         else:
             hidden, features = self.target.forward(nodes.tokens, nodes.positions, rows)
-        rests = num_rows == len(slots) and not is_first
-        return Drafted(slots, proposal, tree, scores, shares, nodes, rows, hidden, features, rests)
+        idle = num_rows == len(slots) and not is_first
+        return Drafted(slots, proposal, tree, scores, shares, nodes, rows, hidden, features, idle)
 
     def commit(self, drafted: Drafted) -> RoundResult:
         """Verify what was drafted, and advance the slots; no device value is read on the host."""
         state, draft = self.state, self.draft
-        slots, proposal, tree, scores, shares, nodes, rows, hidden, features, rests = drafted
+        slots, proposal, tree, scores, shares, nodes, rows, hidden, features, idle = drafted
         cu_seqlens, most = shares.cu_seqlens, tree.tokens.shape[1]
         allowed = None if self.masks is None else self.masks.allowed[: len(hidden)]
         drawn_from = proposal.drawn_from  # verified as a block, which asks for all logits
@@ -235,8 +236,9 @@ class Round:
             status=state.status,
             window_tables=rows.window_tables,
         )
-        committed = Committed(accepted, num_valid, most, cu_seqlens, ScoredTree(tree, scores), rows.max_kv_len)
-        (draft.rest if rests else draft.extend)(slots, committed, proposal, features)
+        scored = ScoredTree(tree, scores)
+        committed = Committed(accepted, num_valid, most, cu_seqlens, scored, rows.max_kv_len, idle)
+        draft.extend(slots, committed, proposal, features)
         return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 
     def _share(self, scores: Tensor, slots: Tensor, num_rows: int) -> NodeAllocation:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +20,6 @@ from ...ops import (
     make_page_pool,
     make_slot_state,
 )
-
-
-def to_device(numbers: array[Any], device: torch.device) -> Tensor:
-    """int32, or float32, on the device, behind what is on the stream: a pageable copy would wait for all of it."""
-    dtype = torch.float32 if numbers.typecode == "f" else torch.int32
-    if not numbers:  # torch takes no empty buffer
-        return torch.empty(0, dtype=dtype, device=device)
-    tensor = torch.frombuffer(numbers, dtype=dtype)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class EngineState(SlotState):

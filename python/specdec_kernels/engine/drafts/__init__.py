@@ -1,23 +1,34 @@
 """What proposes a round's tree: one class per method, all with the interface of `Draft`."""
 
-from .base import Draft, DraftBudget, DraftContext, DraftRequest, Needs
+from .base import Draft, DraftBudget, DraftRequest
+from .capabilities import HasPools, HasWeights, Idleable, Learner, Migratable
+from .context import DraftContext, DraftState, PrefillRows
 from .eagle import Eagle, Eagle3
+from .needs import AttentionCall, Needs
 from .ngram import Ngram
 from .proposal import Committed, DrawnFrom, Proposal, ScoredTree
 from .standalone import Standalone
 from .union import Union
 
 __all__ = [
+    "AttentionCall",
     "Committed",
     "Draft",
     "DraftBudget",
     "DraftContext",
     "DraftRequest",
+    "DraftState",
     "DrawnFrom",
     "Eagle",
     "Eagle3",
+    "HasPools",
+    "HasWeights",
+    "Idleable",
+    "Learner",
+    "Migratable",
     "Needs",
     "Ngram",
+    "PrefillRows",
     "Proposal",
     "ScoredTree",
     "Standalone",

@@ -1,4 +1,7 @@
-"""EAGLE, EAGLE-3: a draft head over the target's states. Draft row i pairs token i+1 with the feature of position i."""
+"""EAGLE and EAGLE-3: a draft head over the target's states.
+
+Draft row i pairs token i+1 with the feature of position i.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from ...models.heads.eagle3 import Eagle3Head, feature_layers
 from ...models.layers.paged_batch import PagedBatch
 from ...models.weights.loading import model_name
 from ...ops import DraftExtendInputs
-from ..device.prefill import Prefill
-from .base import DraftContext, Needs
+from .context import DraftContext, PrefillRows
 from .model import ModelDraft
+from .needs import Needs
 
 
 class HeadDraft(ModelDraft):
-    """What drafts with heads share. Draft state, per slot: the head's output at its last committed row, too."""
+    """A draft with a head. Its draft state, per slot, includes the head's output at the last committed row."""
 
     kind: ClassVar[type[DraftHead]]
     head: Any
@@ -40,7 +43,7 @@ class HeadDraft(ModelDraft):
             raise ValueError(f"{name}: head is {given}, expected a folder, a hub id or an {self.kind.__name__}")
 
     def feature_layers(self, config: Any, num_target_layers: int) -> tuple[int, ...]:
-        """The layers of the target whose entering states the head reads."""
+        """Return the layers of the target whose input hidden states the head reads."""
         raise NotImplementedError
 
     @property
@@ -50,47 +53,48 @@ class HeadDraft(ModelDraft):
     def needs(self, target: Any) -> Needs:
         config = config_of_head(self.kind, self.head)
         layers = self.feature_layers(config, target.num_hidden_layers)
-        return self.needs_of_model(config, num_layers_of(self.kind, self.head), feature_layers=layers)
+        return self.model_needs(config, num_layers_of(self.kind, self.head), feature_layers=layers)
 
     def open(self, context: DraftContext) -> None:
         super().open(context)
         self.module = self.load(context)
         self.id_map = self.module.id_map
-        # For each slot, and for slot -1: the feature that all depth-1 nodes share.
+        # For each slot, and for slot -1, the feature that all depth-1 nodes share.
         like = context.target.embedding.weight
         self.last_hidden = like.new_zeros(context.num_slots + 1, self.module.config.hidden_size)
-        self.keep_features(like, len(self.needs(context.target.config).feature_layers) * like.shape[1])
+        self.allocate_backlog_features(like, len(self.needs(context.target.config).feature_layers) * like.shape[1])
         if self.sampled:
-            self.keep_logits(self.module.logits(self.last_hidden[:1]))
+            self.allocate_root_logits(self.module.logits(self.last_hidden[:1]))
 
     def save(self, slot: int) -> dict[str, Tensor]:
         return super().save(slot) | {"last_hidden": self.last_hidden[slot]}
 
     def load(self, context: DraftContext) -> DraftHead:
+        """Return the loaded head."""
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
         module: DraftHead = load_head(self.kind, self.head, context.target, **sizes)
         return module
 
     @property
-    def held(self) -> DraftHead:
+    def loaded(self) -> DraftHead:
         return self.module
 
-    def start(self, slots: Tensor, k: int) -> Features:
+    def root_features(self, slots: Tensor, k: int) -> Features:
         return Features(self.last_hidden, slots[:, None].expand(-1, k).flatten().contiguous())
 
     def step(
-        self, tokens: Tensor, positions: Tensor, features: Features | None, rows: PagedBatch
+        self, depth: int, tokens: Tensor, positions: Tensor, features: Features | None, rows: PagedBatch
     ) -> tuple[Tensor, Tensor]:
         assert features is not None
-        hidden, normed = self.module(tokens, features, positions, rows)
+        hidden, normed = self.module(tokens, features, positions, rows, depth=depth)
         return self.module.logits(normed), hidden
 
-    def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
+    def prefill(self, prefill: PrefillRows, features: Tensor | None) -> None:
         assert features is not None
         joined = Features(self.module.join(features).flatten(0, 1))
         self.module.prefill(prefill.next_tokens, joined, prefill.positions, prefill.rows)
 
-    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
+    def run_committed(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
         assert features is not None
         joined = Features(self.module.join(features))
         output = self.module(extend.tokens, joined, extend.positions, rows, only=extend.last_rows)

@@ -1,10 +1,11 @@
 """Drafting with a model: expand the k best paths step by step, then keep the best nodes (EAGLE-2, arXiv 2406.16858).
 
-`docs/round.md` fixes which token stands in which row and where it is rotated.
+`docs/round.md` fixes which token is in which row and at which position it is rotated.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -29,36 +30,38 @@ from ...ops import (
     select_topk,
     update_calibration,
 )
-from ..device.kv_buckets import AttentionCall
-from .base import Draft, DraftBudget, DraftContext, DraftRequest, Needs
+from .base import Draft, DraftBudget, DraftRequest
+from .capabilities import HasPools, HasWeights, Idleable, Learner, Migratable
+from .context import DraftContext
+from .needs import AttentionCall, Needs
 from .proposal import Committed, DrawnFrom, Proposal, no_candidates
 
-TILE_ROWS = 64  # of a draft step: a tile of `small_m_gemm`, for which they take hardly longer than one
-# Rounds that a slot may rest. Each needs room for a row of features; catching up with more rows at once costs less a
-# row as long as reading the weights is most of it.
+TILE_ROWS = 64  # of a draft step: a tile of `small_m_gemm`; fewer rows hardly take less time
+# Rounds that a slot's draft can be idle. Each needs room for a row of features. Catching up with more rows at once
+# costs less per row as long as reading the weights dominates.
 MAX_IDLE_ROUNDS = 16
-MOST_NODES = 48  # of a tree, unless the caller says how many
+DEFAULT_NUM_NODES = 48  # of a tree
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
 @dataclass
-class ModelDraft(Draft):
-    """The loop that EAGLE heads and standalone models share; they supply `step` and feed `set_root_children`.
+class ModelDraft(Draft, Idleable, Migratable, Learner, HasPools, HasWeights):
+    """The loop that EAGLE heads and standalone models share; they supply `step`, and `run_committed` for extending.
 
     Draft state, per slot: the root's k best children (ids, log-probabilities), ready before the round starts; prefill
-    leaves none, since no first round asks for them. One row
-    more, behind the slots, is what empty rows of a batch (slot -1) read, and rows that have nothing to keep write.
+    leaves none, since no first round asks for them. There is one row more than slots: empty rows of a batch (slot -1)
+    read it, and rows that have nothing to keep write it.
 
     With `sampled` (and k = 1) children of requests that sample are drawn, for `verify_tree` to accept or reject as a
     block. Then the root's logits are kept instead, and its child is drawn in the round, where the request's parameters
     are known.
 
-    What the model says of its chosen candidates is calibrated by what becomes of them: path scores are products of
-    calibrated probabilities. Rounds learn, but those of a batch-invariant engine, where the scores of one request would
-    depend on the others.
+    The model's probabilities of its candidates are calibrated from acceptance: path scores are products of calibrated
+    probabilities. Rounds update the calibration, except in a batch-invariant engine, where the scores of one request
+    would depend on the others.
 
-    A round of rest keeps the tokens and features that draft-extend would have read, a row of a slot for each, in a ring
-    of MAX_IDLE_ROUNDS; `catch_up` is draft-extend over all of them.
+    An idle round appends the tokens and features that draft-extend would have read to the slot's backlog, a ring of
+    MAX_IDLE_ROUNDS rows; `catch_up` is draft-extend over all of them.
     """
 
     _: KW_ONLY
@@ -78,55 +81,120 @@ class ModelDraft(Draft):
         if self.sampled and self.topk != 1:
             raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")
 
-    @property
-    def model_name(self) -> str:
-        """What its model is called, wherever its folder lies."""
-        raise NotImplementedError
+    # --- what a kind of model supplies
 
     @property
-    def held(self) -> LanguageModel | DraftHead:
+    @abstractmethod
+    def model_name(self) -> str:
+        """The name of its model, wherever the folder is."""
+
+    @property
+    @abstractmethod
+    def loaded(self) -> LanguageModel | DraftHead:
         """The model, with its pools, of an open draft."""
-        raise NotImplementedError
+
+    def root_features(self, slots: Tensor, k: int) -> Features | None:
+        """Return the features of the slots' B * k depth-1 nodes; None for models that read none."""
+        return None
+
+    @abstractmethod
+    def step(
+        self, depth: int, tokens: Tensor, positions: Tensor, features: Features | None, rows: PagedBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run frontier nodes [B, k], which are `depth` below the root, 1 and up.
+
+        Returns:
+            Logits [B * k, Vd], and their own features [B * k, H].
+        """
+
+    @abstractmethod
+    def run_committed(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
+        """Run rows of committed tokens [B, W], with features [B * W, n * H] for models that read any.
+
+        What follows the last row of each request becomes its slot's draft state (`set_root_children`).
+        """
+
+    # --- capabilities
 
     @property
     def pools(self) -> list[KvPools]:
-        return [self.held.pools]
+        return [self.loaded.pools]
 
     def resize_pools(self, num_pages: int) -> None:
-        self.held.resize_pools(num_pages)
-
-    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
-        return self.held.updates(weights, name)
-
-    def refresh(self) -> None:
-        self.held.refresh()
+        self.loaded.resize_pools(num_pages)
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        return self.held.weights
+        return self.loaded.weights
 
     @property
     def is_given(self) -> bool:
-        return self.held.is_given
+        return self.loaded.is_given
+
+    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
+        return self.loaded.updates(weights, name)
+
+    def refresh(self) -> None:
+        self.loaded.refresh()
 
     def sleep(self, level: int) -> None:
-        self.held.sleep(level)
+        self.loaded.sleep(level)
 
     def wake(self, level: int, num_pages: int) -> None:
-        self.held.wake(level, num_pages)
+        self.loaded.wake(level, num_pages)
 
-    def nodes(self) -> int:
-        """Most nodes of a tree."""
+    def save(self, slot: int) -> dict[str, Tensor]:
+        if self.sampled:
+            return {"root_logits": self.root_logits[slot]}
+        return {"child_ids": self.child_ids[slot], "child_logprobs": self.child_logprobs[slot]}
+
+    def restore(self, slot: int, saved: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.save(slot).items():
+            tensor.copy_(saved[name])
+
+    def forget(self) -> None:
+        if self.calibration is not None:
+            untouched = make_calibration(self.num_steps, like=self.backlog_lens)
+            for own, new in zip(self.calibration, untouched, strict=True):
+                own.copy_(new)
+
+    def catch_up(self, slots: Tensor, max_kv_len: int | None = None) -> None:
+        num_kept = self.backlog_lens.clamp(max=MAX_IDLE_ROUNDS)
+        begins = self._draft_lens(self.state.seq_lens - num_kept[:-1])
+        counts, slot_rows = num_kept[slots], slots.long()
+        rows = torch.arange(MAX_IDLE_ROUNDS, dtype=torch.int32, device=slots.device)
+        batch = torch.arange(len(slots), device=slots.device)
+        # Where the ring has overwritten rows, its oldest row is not at place 0.
+        places = (self.backlog_lens - num_kept)[slots, None] + rows
+        at = slot_rows[:, None], (places % MAX_IDLE_ROUNDS).long()
+        extend = DraftExtendInputs(
+            tokens=self.backlog_tokens[at],
+            positions=begins[slots, None] + rows,
+            node_rows=batch.new_empty(0),  # features have been gathered
+            last_rows=batch * MAX_IDLE_ROUNDS + (counts - 1).clamp(min=0),
+            kept_slots=torch.where(counts > 0, slot_rows, len(self.backlog_lens) - 1),
+        )
+        features = None if self.backlog_features is None else self.backlog_features[at].flatten(0, 1)
+        # A stalled slot has pages for these rows, since it had them in the idle rounds: its status does not matter.
+        of_slots = self.state.rows(slots, begins, MAX_IDLE_ROUNDS, max_kv_len=max_kv_len, num_valid=counts)
+        self.run_committed(extend, features, of_slots._replace(status=None))
+        self.backlog_lens[slots] = torch.zeros_like(counts)  # no value from the host: rounds are captured
+
+    # --- before rounds
+
+    def most_nodes(self) -> int:
+        """Return the most nodes of a tree."""
         if self.num_nodes is not None:
             return self.num_nodes
-        return self.num_steps + 1 if self.topk == 1 else MOST_NODES
+        return self.num_steps + 1 if self.topk == 1 else DEFAULT_NUM_NODES
 
-    def needs_of_model(
+    def model_needs(
         self, config: Any, num_layers: int, *, feature_layers: tuple[int, ...] = (), follows_kv_dtype: bool = False
     ) -> Needs:
+        """Return the needs of this loop over a model with this config."""
         width = self.num_steps + 1
         return Needs(
-            num_nodes=self.nodes(),
+            num_nodes=self.most_nodes(),
             accept_width=width,
             feature_layers=feature_layers,
             scratch_rows=self.topk * (self.num_steps - 1) + 1,
@@ -140,70 +208,55 @@ class ModelDraft(Draft):
         )
 
     def open(self, context: DraftContext) -> None:
-        super().open(context)
         slots, device = context.num_slots, context.device
         self.id_map: Tensor | None = None  # of the draft's ids to the target's
         self.child_ids = torch.zeros(slots + 1, self.topk, dtype=torch.int32, device=device)
         self.child_logprobs = torch.full((slots + 1, self.topk), -torch.inf, device=device)
-        rows = torch.arange(-1, self.nodes() - 1, dtype=torch.int32, device=device)  # node i is drawn from row i - 1
+        rows = torch.arange(-1, self.most_nodes() - 1, dtype=torch.int32, device=device)  # node i is drawn from row i-1
         self.calibration = None if self.sampled else make_calibration(self.num_steps, like=rows)
         self._draft_rows = rows.where(rows < self.num_steps, -1).repeat(slots, 1)
-        # Of rows that were kept at rest: how many there are, and with them those that the ring has lost; their tokens,
-        # and their features, where the draft reads any.
-        self.num_kept = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        self.kept_tokens = torch.zeros(slots + 1, MAX_IDLE_ROUNDS, dtype=torch.int32, device=device)
-        self.kept_features: Tensor | None = None
+        # Rows appended to each slot's backlog, those that the ring has overwritten included; the ring of their tokens,
+        # and that of their features, where the model reads any.
+        self.backlog_lens = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self.backlog_tokens = torch.zeros(slots + 1, MAX_IDLE_ROUNDS, dtype=torch.int32, device=device)
+        self.backlog_features: Tensor | None = None
 
-    def keep_features(self, like: Tensor, width: int) -> None:
-        """Makes room for features [width] of rounds of rest, where anybody asks for them."""
+    def allocate_backlog_features(self, like: Tensor, width: int) -> None:
+        """Allocate the ring of features [width] of idle rounds, if drafts resume."""
         if self.context.catches_up:
-            self.kept_features = like.new_zeros(*self.kept_tokens.shape, width)
+            self.backlog_features = like.new_zeros(*self.backlog_tokens.shape, width)
 
-    def keep_logits(self, like: Tensor) -> None:
-        """Makes room for the slots' logits [Vd] behind the root, of which `like` has a row."""
+    def allocate_root_logits(self, like: Tensor) -> None:
+        """Allocate the slots' logits [Vd] at their roots, of which `like` has a row."""
         self.root_logits = like.new_full((len(self.child_ids), like.shape[-1]), -torch.inf)
 
-    def begin_anew(self) -> None:
-        if self.calibration is not None:
-            untouched = make_calibration(self.num_steps, like=self.num_kept)
-            for own, new in zip(self.calibration, untouched, strict=True):
-                own.copy_(new)
-
     def begin(self, slot: int, request: DraftRequest) -> None:
-        # No round has been: there are no children until the first one yields them.
+        # There are no children until the first round yields them.
         self.child_logprobs[slot] = -torch.inf
-        self.num_kept[slot] = 0
+        self.backlog_lens[slot] = 0
         if self.sampled:
             self.root_logits[slot] = -torch.inf
 
+    # --- rounds
+
     def prefix_lens(self) -> Tensor:
-        """[num_slots] draft rows committed before the round."""
+        """Return [num_slots] draft rows committed before the round."""
         return self._draft_lens(self.state.seq_lens)
 
-    def branches(self, batch: int, num_nodes: int) -> int:
-        """k, the paths that each step expands: `topk` where rows cost nothing, else few for small trees.
+    def num_branches(self, batch: int, num_nodes: int) -> int:
+        """Return k, the paths that each step expands: `topk` where rows cost nothing, else few for small trees.
 
-        Of a small tree nearly all is the best path and what stands beside its first nodes, while a row of a step is a
-        token of the draft: for 64 requests with 10 paths each, 4 steps are as much work as a fifth of a round. Where a
-        batch fills the tile by itself, and on a CPU, where every row is work, a tree no larger than a path is one.
+        Nearly all of a small tree is the best path and the siblings of its first nodes, while each row of a step is a
+        token of the draft: for 64 requests with 10 paths each, 4 steps are as much work as a fifth of a round. If the
+        batch fills the tile by itself, and on a CPU, where every row costs, a tree no larger than a path is a path.
         """
         free = TILE_ROWS // batch if self.context.device.type == "cuda" else 0
         if free == 0 and num_nodes <= self.num_steps + 1:
             return 1
         return min(self.topk, max(free, -(-num_nodes // 4), 2))
 
-    def start(self, slots: Tensor, k: int) -> Features | None:
-        """The features of the slots' B * k depth-1 nodes, for drafts that carry any."""
-        return None
-
-    def step(
-        self, tokens: Tensor, positions: Tensor, features: Features | None, rows: PagedBatch
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits [B * k, Vd] of frontier nodes [B, k], and their own features [B * k, H]."""
-        raise NotImplementedError
-
     def set_root_children(self, rows: Tensor, logits: Tensor) -> None:
-        """Rank or keep logits [B, Vd] as these rows of the draft state."""
+        """Rank or store logits [B, Vd] as these rows of the draft state."""
         if self.sampled:
             self.root_logits[rows] = logits
             return
@@ -213,10 +266,10 @@ class ModelDraft(Draft):
         num_nodes, max_kv_len = budget
         if num_nodes == 1:
             return Proposal(no_candidates(slots))
-        state, k = self.state, self.branches(len(slots), num_nodes)
-        num_steps = min(self.num_steps, num_nodes - 1)  # deeper than its nodes in a row no tree can be
+        state, k = self.state, self.num_branches(len(slots), num_nodes)
+        num_steps = min(self.num_steps, num_nodes - 1)  # no tree is deeper than its nodes in a row
         logits_of_steps: list[Tensor] = []  # [B, Vd] each, of drafts that are drawn
-        # The drafts of a block that is rejected are thrown away: their noise must not come back in the next round.
+        # Drafts of a rejected block are dropped: their noise must not come back in the next round.
         seeds = torch.add(state.seeds, state.seq_lens, alpha=SEED_OF_ROUND) if self.sampled else state.seeds
 
         def children(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,7 +299,7 @@ class ModelDraft(Draft):
             position_offset=self.position_offset,
             calibration=table,
         )
-        tokens, positions, features = frontier.tokens, frontier.positions, self.start(slots, k)
+        tokens, positions, features = frontier.tokens, frontier.positions, self.root_features(slots, k)
         prefix_lens = self.prefix_lens()
         for step in range(2, num_steps + 1):
             rows = state.rows(
@@ -257,7 +310,7 @@ class ModelDraft(Draft):
                 row_offset=(step - 2) * k,
                 mask=frontier.mask,
             )
-            logits, hidden = self.step(tokens, positions, features, rows)
+            logits, hidden = self.step(step - 1, tokens, positions, features, rows)
             ids, logprobs = children(logits)
             tokens, parent_rows, positions = expand_tree(
                 ids.view(-1, k, k),
@@ -270,92 +323,62 @@ class ModelDraft(Draft):
                 position_offset=self.position_offset,
                 calibration=table,
             )
-            if hidden is not None:  # a chain's rows stay where they are
+            if hidden is not None:  # a chain's rows keep their order
                 features = Features(hidden, None if k == 1 else parent_rows.flatten())
         if not self.sampled:
             return Proposal(candidates)
         draft_rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
         return Proposal(candidates, DrawnFrom(torch.stack(logits_of_steps, 1), draft_rows, self.id_map))
 
-    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
-        """Runs the model over rows of committed tokens [B, W], with features [B * W, n * H] where it reads any. What
-        follows the last of each becomes its slot's draft state."""
-        raise NotImplementedError
-
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        if committed.idle:
+            self._append_backlog(slots, committed, features)
+            return
         self.learn(committed)
-        accepted, num_valid, num_nodes, cu_seqlens, _, max_kv_len = committed
+        lens = self.state.prefix_lens
         extend = draft_extend_inputs(
-            accepted.tokens,
-            accepted.path,
-            num_valid,
-            self.state.prefix_lens,
-            num_nodes,
+            committed.accepted.tokens,
+            committed.accepted.path,
+            committed.num_valid,
+            lens,
+            committed.num_nodes,
             slots=slots,
-            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_q=committed.cu_seqlens,
             position_offset=self.position_offset,
         )
-        before = self._draft_lens(self.state.prefix_lens)
-        tail_len = extend.tokens.shape[1]
-        rows = self.state.rows(slots, before, tail_len, max_kv_len=max_kv_len, num_valid=num_valid)
-        # Gathered before anything is computed: S rows instead of N. Padded rows repeat a real one, and are written
-        # nowhere.
-        self.follow(extend, None if features is None else features[extend.node_rows.flatten()], rows)
+        rows = self.state.rows(
+            slots,
+            self._draft_lens(lens),
+            tail_len=extend.tokens.shape[1],
+            max_kv_len=committed.max_kv_len,
+            num_valid=committed.num_valid,
+        )
+        # Features are gathered before anything is computed: S rows instead of N. Padded rows repeat a real one, and
+        # write nowhere.
+        self.run_committed(extend, None if features is None else features[extend.node_rows.flatten()], rows)
 
-    def rest(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+    def _append_backlog(self, slots: Tensor, committed: Committed, features: Tensor | None) -> None:
         if not self.context.catches_up:
             return
-        accepted, num_valid, _, cu_seqlens, _, _ = committed
         append_draft_backlog(
-            accepted.tokens,
-            accepted.path,
-            num_valid,
-            self.num_kept,
-            self.kept_tokens,
+            committed.accepted.tokens,
+            committed.accepted.path,
+            committed.num_valid,
+            self.backlog_lens,
+            self.backlog_tokens,
             features=features,
-            backlog_features=self.kept_features,
+            backlog_features=self.backlog_features,
             slots=slots,
-            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_q=committed.cu_seqlens,
         )
-
-    def catch_up(self, slots: Tensor, max_kv_len: int | None = None) -> None:
-        num_kept = self.num_kept.clamp(max=MAX_IDLE_ROUNDS)
-        begins = self._draft_lens(self.state.seq_lens - num_kept[:-1])
-        counts, slot_rows = num_kept[slots], slots.long()
-        rows = torch.arange(MAX_IDLE_ROUNDS, dtype=torch.int32, device=slots.device)
-        batch = torch.arange(len(slots), device=slots.device)
-        # Where the ring has lost rows its first one stands amid it.
-        places = (self.num_kept - num_kept)[slots, None] + rows
-        at = slot_rows[:, None], (places % MAX_IDLE_ROUNDS).long()
-        extend = DraftExtendInputs(
-            tokens=self.kept_tokens[at],
-            positions=begins[slots, None] + rows,
-            node_rows=batch.new_empty(0),  # features have been gathered
-            last_rows=batch * MAX_IDLE_ROUNDS + (counts - 1).clamp(min=0),
-            kept_slots=torch.where(counts > 0, slot_rows, len(self.num_kept) - 1),
-        )
-        features = None if self.kept_features is None else self.kept_features[at].flatten(0, 1)
-        # A stalled slot has pages for these rows, since it had them when it rested: its status is not asked.
-        of_slots = self.state.rows(slots, begins, MAX_IDLE_ROUNDS, max_kv_len=max_kv_len, num_valid=counts)
-        self.follow(extend, features, of_slots._replace(status=None))
-        self.num_kept[slots] = torch.zeros_like(counts)  # no number of the host: rounds are captured
-
-    def save(self, slot: int) -> dict[str, Tensor]:
-        if self.sampled:
-            return {"root_logits": self.root_logits[slot]}
-        return {"child_ids": self.child_ids[slot], "child_logprobs": self.child_logprobs[slot]}
-
-    def restore(self, slot: int, kept: Mapping[str, Tensor]) -> None:
-        for name, tensor in self.save(slot).items():
-            tensor.copy_(kept[name])
 
     def _draft_lens(self, lens: Tensor) -> Tensor:
-        """Rows of the draft for as many of the target's."""
+        """Return the draft's rows for as many of the target's."""
         return lens + self.position_offset if self.position_offset else lens
 
     def learn(self, committed: Committed) -> None:
-        """What became of the candidates moves the calibration."""
+        """Update the calibration from what was accepted."""
         tree, scores = committed.tree
-        if self.calibration is None or self.state.fixed_split is not None or tree.tokens.shape[1] == 1:
+        if self.calibration is None or self.context.batch_invariant or tree.tokens.shape[1] == 1:
             return
         update_calibration(self.calibration, tree, scores, committed.accepted)

@@ -1,4 +1,4 @@
-"""An index over everything seen drafts, on the device of the slots."""
+"""Drafts from an index over all texts, on the device of the slots."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from ...ngram import NgramIndex
-from ..device.state import to_device
-from .base import Draft, DraftBudget, DraftContext, DraftRequest, Needs
+from ..host_tensors import to_device
+from .base import Draft, DraftBudget, DraftRequest
+from .capabilities import Learner
+from .context import DraftContext
+from .needs import Needs
 from .proposal import Committed, Proposal, ScoredTree, no_candidates
 
 
 @dataclass
-class Ngram(Draft):
-    """Drafts what followed the last tokens of a request where they stood before, in any request's text.
+class Ngram(Draft, Learner):
+    """Drafts what followed earlier occurrences of a request's last tokens, in any request's text.
 
     Args:
         num_nodes: tree nodes verified in a round, the root included, 1 to 256; no path is longer.
@@ -50,18 +53,22 @@ class Ngram(Draft):
         return Needs(num_nodes=self.num_nodes, accept_width=self.num_nodes)  # a chain of all nodes is the deepest tree
 
     def open(self, context: DraftContext) -> None:
-        """Besides what all drafts raise: OSError for a file of the corpus that cannot be read."""
-        super().open(context)
+        """Make the index and read the corpus.
+
+        Raises:
+            OSError: a file of the corpus cannot be read.
+            ValueError: a corpus without a tokenizer, or that is no text.
+        """
         self.index = NgramIndex(
             max_tokens=self.max_tokens,
             num_slots=context.num_slots,
-            max_len=2 * context.max_len + self.num_nodes,  # of a request, and a prediction before it
+            max_len=2 * context.max_len + self.num_nodes,  # a request, and a prediction before it
             device=context.device,
         )
         self._corpus = [torch.tensor(file_tokens(file, context), dtype=torch.int32) for file in self.corpus]
-        self.begin_anew()
+        self.forget()
 
-    def begin_anew(self) -> None:
+    def forget(self) -> None:
         self.index.clear()
         for tokens in self._corpus:
             self.index.insert(tokens.to(self.context.device))
@@ -78,7 +85,7 @@ class Ngram(Draft):
         return Proposal(ScoredTree(tree, scores), note=match_len)
 
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
-        # All that was emitted, a finished slot's last tokens included: its text stays findable by others.
+        # All that was emitted, a finished slot's last tokens included: others still find its text.
         self.index.extend(committed.accepted.tokens, committed.accepted.num_valid, slots, proposal.note)
 
     def release(self, slot: int) -> None:
@@ -86,7 +93,7 @@ class Ngram(Draft):
 
 
 def file_tokens(file: str | Path, context: DraftContext) -> list[int]:
-    """A text file as it would stand within a text: without special tokens."""
+    """Return the tokens of a text file, without special tokens."""
     if context.tokenizer is None:
         raise ValueError(f"Ngram: corpus is given, expected none ({context.no_tokenizer})")
     try:

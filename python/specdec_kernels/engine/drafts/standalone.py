@@ -1,5 +1,7 @@
-"""A small model drafts, with the target's vocabulary or one that shares tokens with it. Draft row i is token i, so the
-draft is one row ahead."""
+"""A small model drafts, with the target's vocabulary or one that shares tokens with it.
+
+Draft row i is token i, so the draft is one row ahead.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from ...models.options import ModelOptions
 from ...models.weights.checkpoint import expect_folder
 from ...models.weights.loading import config_of, model_name
 from ...ops import DraftExtendInputs
-from ..device.prefill import Prefill
 from ..text.prompts import load_tokenizer
-from .base import DraftContext, Needs
+from .context import DraftContext, PrefillRows
 from .model import ModelDraft
+from .needs import Needs
 from .vocabularies import SharedTokens, shared_tokens
 
 
@@ -28,10 +30,10 @@ from .vocabularies import SharedTokens, shared_tokens
 class Standalone(ModelDraft):
     """Drafts with a small model.
 
-    Where its tokenizer is another than the target's, or its vocabulary of another size, it proposes the tokens that
-    both have, by their text (token-level intersection; Timor et al. 2025, arXiv 2502.05202), and its distribution is
-    the one over these. A token that it does not have is fed as the last one that its own tokenizer makes of the text.
-    The text is the target's all the same; what is lost is acceptance.
+    If its tokenizer differs from the target's, or the size of its vocabulary, it proposes the tokens that both have, by
+    their text (token-level intersection; Timor et al. 2025, arXiv 2502.05202), and its distribution is the one over
+    these. A token that it does not have is fed as the last one that its own tokenizer makes of the text. The output is
+    still the target's; only acceptance is lower.
 
     Args:
         model: folder or hub id of a language model, or the module itself, whose weights are shared.
@@ -61,7 +63,7 @@ class Standalone(ModelDraft):
     def needs(self, target: Any) -> Needs:
         expect_folder(self.model, "Standalone: model")
         config = config_of(self.model, "draft model")
-        return self.needs_of_model(config, config.num_hidden_layers, follows_kv_dtype=True)
+        return self.model_needs(config, config.num_hidden_layers, follows_kv_dtype=True)
 
     def open(self, context: DraftContext) -> None:
         super().open(context)
@@ -82,10 +84,10 @@ class Standalone(ModelDraft):
             self.id_map = self.shared.target_ids
         if self.sampled:
             size = self.lm.config.vocab_size if self.id_map is None else len(self.id_map)
-            self.keep_logits(self.lm.embedding.weight.new_empty(1, size))
+            self.allocate_root_logits(self.lm.embedding.weight.new_empty(1, size))
 
     def _shared_tokens(self, context: DraftContext) -> SharedTokens | None:
-        """How the two vocabularies translate; None where they are one."""
+        """Return how the two vocabularies translate; None where they are the same."""
         sizes = context.vocab_size, config_of(self.model, "draft model").vocab_size
         tokenizer, reason = load_tokenizer(self.model, self.tokenizer, trust_remote_code=False)
         if tokenizer is None or context.tokenizer is None:
@@ -105,30 +107,30 @@ class Standalone(ModelDraft):
         return shared
 
     def _forward(self, tokens: Tensor, positions: Tensor, rows: PagedBatch) -> Tensor:
-        """The states behind tokens of the target."""
+        """Return the states at tokens of the target."""
         return self.lm.forward(self._fed(tokens), positions, rows).hidden
 
     def _fed(self, tokens: Tensor) -> Tensor:
-        """What the model reads for tokens of the target."""
+        """Return what the model reads for tokens of the target."""
         return tokens if self.shared is None else self.shared.fed_ids[tokens.long()]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[..., K], of the tokens that can be proposed."""
+        """Return logits [..., K] of the tokens that can be proposed."""
         logits = self.lm.logits(hidden)
         return logits if self.shared is None else torch.index_select(logits, -1, self.shared.draft_ids)
 
     @property
-    def held(self) -> LanguageModel:
+    def loaded(self) -> LanguageModel:
         return self.lm
 
     def step(
-        self, tokens: Tensor, positions: Tensor, features: Features | None, rows: PagedBatch
+        self, depth: int, tokens: Tensor, positions: Tensor, features: Features | None, rows: PagedBatch
     ) -> tuple[Tensor, None]:
         return self._logits(self._forward(tokens, positions, rows)).flatten(0, 1), None
 
-    def prefill(self, prefill: Prefill, features: Tensor | None) -> None:
+    def prefill(self, prefill: PrefillRows, features: Tensor | None) -> None:
         self.lm.prefill(self._fed(prefill.tokens), prefill.positions, prefill.rows)
 
-    def follow(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
+    def run_committed(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
         hidden = self._forward(extend.tokens, extend.positions, rows).flatten(0, 1)
         self.set_root_children(extend.kept_slots, self._logits(hidden[extend.last_rows]))

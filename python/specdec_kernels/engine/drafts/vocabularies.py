@@ -1,7 +1,7 @@
-"""Which tokens a draft model and its target share, by the text that they stand for.
+"""Matches the tokens of a draft model and its target by the text that they stand for.
 
-Token-level intersection (TLI; Timor et al. 2025, arXiv 2502.05202): the draft proposes tokens that the target has, too,
-and its distribution is normalised over these. Verification is the target's own, so the text is, whatever is shared.
+Token-level intersection (TLI; Timor et al. 2025, arXiv 2502.05202): the draft proposes tokens that the target has too,
+and its distribution is normalized over these. The target verifies, so the output is its own, whatever is shared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SPACE, BYTE_SPACE = "\u2581", "\u0120"  # what stands for a space in vocabularie
 
 
 class SharedTokens(NamedTuple):
-    """How ids of the two vocabularies translate."""
+    """Translates ids between the two vocabularies."""
 
     draft_ids: Tensor  # [K] int64, rising: columns of the draft's logits
     target_ids: Tensor  # [K] int32: the same tokens' ids in the target, all different
@@ -25,7 +25,7 @@ class SharedTokens(NamedTuple):
 
 
 def bytes_of_letters() -> dict[str, int]:
-    """The byte that each letter of a vocabulary of bytes stands for, as GPT-2 has it: printable ones for themselves."""
+    """Return the byte that each letter of a byte-level vocabulary stands for, as in GPT-2 (printable: themselves)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -35,7 +35,7 @@ LETTERS = bytes_of_letters()
 
 
 def texts_of(tokenizer: Any, size: int) -> dict[int, bytes | str]:
-    """What each id below `size` stands for: bytes of text, or the name of a special token."""
+    """Return what each id below `size` stands for: bytes of text, or the name of a special token."""
     vocab: dict[str, int] = tokenizer.get_vocab()
     of_bytes = any(token.startswith(BYTE_SPACE) for token in vocab)
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -60,10 +60,10 @@ def texts_of(tokenizer: Any, size: int) -> dict[int, bytes | str]:
 
 
 def shared_tokens(target: Any, target_size: int, draft: Any, draft_size: int) -> SharedTokens | None:
-    """The tokens that two tokenizers share, for models of these vocabulary sizes; None: all, under the same ids.
+    """Return the tokens that two tokenizers share, for these vocabulary sizes; None: all, under the same ids.
 
-    What ends or begins a text is the same token in both, whatever it is called. A token of the target that the draft
-    does not have is fed as the last token that its own tokenizer makes of the text.
+    The tokens that end or begin a text correspond, whatever they are called. A token of the target that the draft does
+    not have is fed as the last token that the draft's tokenizer makes of the text.
     """
     ours, theirs = texts_of(target, target_size), texts_of(draft, draft_size)
     if target_size == draft_size and ours == theirs:
@@ -96,7 +96,7 @@ def shared_tokens(target: Any, target_size: int, draft: Any, draft_size: int) ->
 
 
 def nothing_of(tokenizer: Any, size: int) -> int:
-    """The id that stands for what a vocabulary has no token of."""
+    """Return the id that stands for text without a token of its own."""
     for role in ("unk_token_id", "pad_token_id", "eos_token_id"):
         number = getattr(tokenizer, role, None)
         if isinstance(number, int) and 0 <= number < size:

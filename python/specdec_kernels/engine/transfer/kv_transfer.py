@@ -15,6 +15,7 @@ from ...models.kv_pools import KvGroup, KvPools
 from ...ops import PagePool, write_kv
 from ..device.state import EngineState
 from ..drafts import Draft
+from ..drafts.composition import catch_up, pools_of, save_slot
 
 SLOT_PREFIX = "slot."  # of the names of tensors that the draft keeps for a slot
 
@@ -54,7 +55,7 @@ class MigratedKv:
             num_rows: rows of the request in the target.
 
         Returns:
-            The tensors for `draft.restore` when the slot is activated, by name. None if the rows were written before: a
+            The tensors for `restore_slot` when the slot is activated, by name. None if the rows were written before: a
             request that comes back from the queue is prefilled like any other.
         """
         tensors, self._tensors = self._tensors, None
@@ -110,7 +111,7 @@ def pack_slot(
     """
     with torch.inference_mode():
         if draft.context.catches_up:
-            draft.catch_up(torch.tensor([slot], dtype=torch.int32, device=state.seq_lens.device))
+            catch_up(draft, torch.tensor([slot], dtype=torch.int32, device=state.seq_lens.device))
     tensors: dict[str, Tensor] = {}
     first_rows: dict[str, int] = {}
     target_groups, draft_groups = groups_of(target, draft, num_rows)
@@ -121,7 +122,7 @@ def pack_slot(
         first_rows[name] = first = begin * page_size
         for part, kv in (("k", group.k), ("v", group.v)):
             tensors[f"{name}.{part}"] = kv[:, pages].flatten(1, 2)[:, : count - first].contiguous()
-    kept = draft.save(slot).items()
+    kept = save_slot(draft, slot).items()
     return tensors | {f"{SLOT_PREFIX}{name}": tensor.clone() for name, tensor in kept}, first_rows
 
 
@@ -129,7 +130,7 @@ def groups_of(target: KvPools, draft: Draft, num_rows: int) -> tuple[list[Group]
     """Return the groups of the target, with `num_rows` rows, and of the draft, which has one row more."""
     draft_groups = [
         Group(f"draft.{part}.{number}", group, num_rows + 1)
-        for part, pools in enumerate(draft.pools)
+        for part, pools in enumerate(pools_of(draft))
         for number, group in enumerate(pools.groups)
     ]
     return [Group(f"target.{number}", group, num_rows) for number, group in enumerate(target.groups)], draft_groups
@@ -149,10 +150,10 @@ def layout_of(target: KvPools, draft: Draft) -> dict[str, Any]:
             for group in pools.groups
         ]
 
-    kept = draft.save(0)
+    kept = save_slot(draft, 0)
     return {
         "kv": of_pools(target),
-        "kv of the draft": [of_pools(pools) for pools in draft.pools],
+        "kv of the draft": [of_pools(pools) for pools in pools_of(draft)],
         "state of the draft": {name: [str(t.dtype), *t.shape] for name, t in sorted(kept.items())},
     }
 

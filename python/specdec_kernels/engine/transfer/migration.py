@@ -23,6 +23,7 @@ from ...models.weights.checkpoint import readable
 from ..config import EngineConfig
 from ..device.state import EngineState
 from ..drafts import Draft
+from ..drafts.composition import save_slot
 from ..outputs import TokenLogprob
 from ..params import SamplingParams
 from ..request import BaseRequest, ResumedRequest
@@ -167,7 +168,7 @@ def check_tensors(exported: ExportedRequest, peer: MigrationPeer) -> None:
         rows = count - first
         for part, kv in (("k", group.k), ("v", group.v)):
             expected[f"{name}.{part}"] = [len(kv), rows, *kv.shape[3:]], kv.dtype
-    for name, kept in peer.draft.save(0).items():
+    for name, kept in save_slot(peer.draft, 0).items():
         expected[f"{SLOT_PREFIX}{name}"] = list(kept.shape), kept.dtype
     for name, (shape, dtype) in expected.items():
         tensor = exported.tensors.get(name)

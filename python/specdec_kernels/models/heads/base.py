@@ -262,7 +262,14 @@ class DraftHead(nn.Module):
         raise NotImplementedError
 
     def forward(
-        self, tokens: Tensor, features: Features, positions: Tensor, batch: PagedBatch, only: Tensor | None = None
+        self,
+        tokens: Tensor,
+        features: Features,
+        positions: Tensor,
+        batch: PagedBatch,
+        only: Tensor | None = None,
+        *,
+        depth: int = 0,
     ) -> HeadOutput:
         """All layers of the head.
 
@@ -270,6 +277,7 @@ class DraftHead(nn.Module):
             tokens: [B, Q]. features: of all B * Q rows.
             positions: [B, Q], where rows are rotated.
             only: [R], of all B * Q rows those that have an output, after the KV of all is written; None: all.
+            depth: of the rows below the roots of their trees; committed rows have 0.
         """
         raise NotImplementedError
 

@@ -93,7 +93,14 @@ class EagleHead(DraftHead):
         return state if norm is None else norm(state), state
 
     def forward(
-        self, tokens: Tensor, features: Features, positions: Tensor, batch: PagedBatch, only: Tensor | None = None
+        self,
+        tokens: Tensor,
+        features: Features,
+        positions: Tensor,
+        batch: PagedBatch,
+        only: Tensor | None = None,
+        *,
+        depth: int = 0,
     ) -> HeadOutput:
         x, rest = self.pass_layers(*self.enter(tokens, features), positions, batch, only)
         hidden = add_residual(x, rest, None)

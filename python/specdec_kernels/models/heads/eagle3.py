@@ -162,7 +162,14 @@ class Eagle3Head(DraftHead):
         return pairs, state
 
     def forward(
-        self, tokens: Tensor, features: Features, positions: Tensor, batch: PagedBatch, only: Tensor | None = None
+        self,
+        tokens: Tensor,
+        features: Features,
+        positions: Tensor,
+        batch: PagedBatch,
+        only: Tensor | None = None,
+        *,
+        depth: int = 0,
     ) -> HeadOutput:
         x, residual = self.pass_layers(*self.enter(tokens, features), positions, batch, only)
         normed, hidden = self._parts.norm.add_norm(x, residual)

@@ -1,0 +1,62 @@
+"""What an engine provides for a draft, known before any weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...models.families import kv_heads_of, pool_dim_of
+
+
+class AttentionCall(NamedTuple):
+    """The static part of a call of `tree_attention` in a round.
+
+    Attributes:
+        q_rows: query rows of each request; a tree of fewer nodes has as many as nodes. None: packed rows, the nodes of
+            all requests.
+        q_heads, kv_heads, head_dim: as the tensors have them.
+        follows_kv_dtype: its pools have the engine's `kv_dtype`; else the dtype of the weights.
+        per_round: such calls of a round: layers times passes.
+    """
+
+    q_rows: int | None
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    follows_kv_dtype: bool
+    per_round: int = 1
+
+    @classmethod
+    def of(cls, config: Any, q_rows: int | None, follows_kv_dtype: bool, per_round: int | None = None) -> AttentionCall:
+        """Return the call of the layers of a model with this config; `per_round` None: one pass through them."""
+        heads = config.num_attention_heads, kv_heads_of(config)
+        return cls(q_rows, *heads, pool_dim_of(config), follows_kv_dtype, per_round or config.num_hidden_layers)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an engine provides for a draft.
+
+    Attributes:
+        num_nodes: N, most nodes of a tree, the root included: 1 to 256.
+        accept_width: S, most tokens that a round can emit: the nodes of the longest path, the root included.
+        feature_layers: layers of the target whose input hidden states `prefill` and `extend` receive, concatenated in
+            this order; the number of layers itself names the state that enters the final norm.
+        scratch_rows: KV rows after the committed ones that `propose` writes into the draft's own pools.
+        kv_numbers: elements of a KV row in the draft's own pools, keys and values of all layers together; 0: it has no
+            pools, and pages that have left the windows of the target's layers may be freed.
+        attention: the attention calls of `propose` and `extend`, by which captured rounds are split into KV buckets. A
+            call that is not named here is correct too, but may run the kernel for longer KV.
+        max_idle_rounds: rounds that a slot's draft can be idle before it must catch up (`Idleable`); 0: never idle.
+        num_steps: levels of its deepest tree, where each level is a forward pass of a model: rounds with few rows for
+            each request ask for trees of at most as many levels. 0: depth costs nothing.
+    """
+
+    num_nodes: int
+    accept_width: int
+    feature_layers: tuple[int, ...] = ()
+    scratch_rows: int = 0
+    kv_numbers: int = 0
+    attention: tuple[AttentionCall, ...] = ()
+    max_idle_rounds: int = 0
+    num_steps: int = 0
