@@ -271,7 +271,7 @@ docs() {
     pip_install mkdocs-material "mkdocstrings[python]" ruff # ruff sets the signatures
     touch "$stamp"
   fi
-  "$bin/python" -m specdec_kernels.bench.report.report
+  "$bin/specdec" bench report
   NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --strict --quiet
   echo "build/site/index.html"
 }

@@ -1,8 +1,11 @@
-"""The benchmark harness behind `specdec bench`: every op's result is checked before its time is printed.
+"""Benchmarks of `specdec bench`: every result is compared with a reference before its time is reported.
 
-`harness.py` says what a case is and measures one, `timing.py` has the two clocks, `ceilings.py` measures what the
-device could do at most, `cases/` has one file per room, `peers/` calls other packages' kernels, `plot.py` draws a run,
-`report.py` writes docs/benchmarks.md from recorded runs. `ngram_replay.py` stands alone: what the n-gram index's drafts
-are worth on a text; and so do those of whole engines, `shootout.py`, and of a server, `server.py` with its clients in
-`server_client.py`.
+ops/      ops against their floor and baselines: `harness.py` defines and measures a case, `cases/` has a file per room
+          of csrc/, `baselines/` calls other packages' kernels
+engine/   rounds of the engine, forward passes, drafts of the n-gram index on a text
+compare/  this engine, SGLang and vLLM on the same checkpoints
+server/   a server and the engine that it serves
+report/   records, tables, plots, and the page of benchmarks
+
+The command line loads these modules lazily; none of them imports it.
 """

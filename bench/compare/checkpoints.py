@@ -1,4 +1,4 @@
-"""Planted models as folders in the published formats, which every engine reads."""
+"""Synthetic models as checkpoints in published formats, which every engine reads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from specdec_kernels.models.heads.eagle3 import Eagle3Head
 
 
 def write_target(model: Any, folder: Path) -> None:
-    """A causal language model as transformers saves it."""
+    """Write a causal language model as transformers saves it."""
     model.save_pretrained(folder)
 
 
 def write_eagle3(head: Eagle3Head, folder: Path) -> None:
-    """An EAGLE-3 head as SGLang, vLLM and we read it, without the embeddings, which are the target's.
+    """Write an EAGLE-3 head as SGLang, vLLM and we read it, without the embeddings, which it shares with the target.
 
-    The draft vocabulary is `d2t`, what to add to a draft id for the target's, and `t2d`, whether a token of the target
-    has a draft id. The layers of features stand in the config twice: by what leaves them in `eagle_config`, by what
-    enters them at the top.
+    The draft vocabulary is stored as `d2t`, target id minus draft id of each draft token, and `t2d`, whether a target
+    token has a draft id. The config names the feature layers twice: in `eagle_config` by their outputs, at the top by
+    their inputs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     assert head.id_map is not None

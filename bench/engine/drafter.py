@@ -1,4 +1,4 @@
-"""What n-gram replay asks for drafts: our index, and other packages'."""
+"""The interface of drafters that n-gram replay compares: our index, and those of other packages."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 
 class Drafter:
-    """What is replayed against: one request after another."""
+    """A drafter that serves one request after another."""
 
     def learn(self, document: Sequence[int]) -> None:
-        """Text that is there from the start."""
+        """Index text before the first request."""
         raise NotImplementedError
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """The next request; the one before has ended."""
+        """Start the next request; the one before has ended."""
         raise NotImplementedError
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """What the round has accepted, and the token behind that."""
+        """Append the tokens that a round has accepted, and the bonus token."""
         raise NotImplementedError
 
     def draft(self) -> Any:
-        """The call that is timed."""
+        """Draft; this call is timed."""
         raise NotImplementedError
 
     def nodes(self, found: Any) -> tuple[list[int], list[int]]:
-        """Tokens and parents of what `draft` returned; node 0 is the root."""
+        """Return tokens and parents of what `draft` returned; node 0 is the root."""
         raise NotImplementedError

@@ -1,37 +1,31 @@
-"""The target's forward pass alone, beside its matrix products alone: what is left to gain in a round.
+"""The target's forward pass and its matrix products alone: what is left to gain in a round (`specdec bench forward`).
 
-    python -m specdec_kernels.bench.engine.forward [--shape qwen3-8b] [--weights fp8] [--rows 1x1,4x1] [--prefix 430]
-        [--json FILE]
-
-Rows are requests x nodes. Products of weights in 16 bits are cuBLAS's, of others those of the pass. Every time is of
-one CUDA graph, weights cold (a pass reads more than any cache holds). With --kernels, the time of its kernels by kind,
-from the profiler: one that starts while another still runs counts its wait as well.
+Rows are requests x nodes. Products of 16-bit weights are those of cuBLAS, of other weights those of the pass. Every
+time is that of one CUDA graph, with cold weights (a pass reads more than any cache holds). `kernels` adds the time of
+the kernels by kind, from the profiler: a kernel that starts while another still runs includes its wait.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specdec_kernels.cli.table import print_table
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
-from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm
-from specdec_kernels.synthetic.shapes import SHAPES, draft_vocab_of, shape_config
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
+from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
-from ..ops.stored_weights import STORED, store_layers
+from ..ops.stored_weights import store_layers
 from ..ops.timing import replay_seconds, times_of
 
-ROWS = "1x1,4x1,1x6,16x1,1x32,64x1,16x6,64x6,16x32,64x32"
 PAGE_SIZE = 16
-# What a kernel's name says about its kind, the first that fits; others count as products.
+# Parts of a kernel's name by its kind, the first that fits; other kernels count as products.
 KINDS = {
     "tree_attention": ("attention", "merge_parts", "wgmma_"),
     "add_rms_norm": ("add_rms_norm",),
@@ -43,7 +37,7 @@ KINDS = {
 
 
 class Pass:
-    """One forward pass with logits, of a batch of trees behind a prefix, on inputs that stay where they are."""
+    """A forward pass with logits, of a batch of trees after a prefix, on fixed inputs."""
 
     def __init__(self, target: CausalLM, batch: int, nodes: int, prefix: int, device: torch.device) -> None:
         def ints(*values: Any, **options: Any) -> Tensor:
@@ -70,7 +64,7 @@ class Pass:
 
 
 class Products:
-    """The matrix products of that pass alone, each on the output of none."""
+    """The matrix products of that pass alone, each on an input of its own."""
 
     def __init__(self, target: CausalLM, rows: int) -> None:
         weight = target.embedding.weight
@@ -88,7 +82,7 @@ class Products:
 
 
 def kinds_of(call: Any) -> dict[str, float]:
-    """Microseconds of a captured call by kind of kernel."""
+    """Return microseconds of a captured call by kind of kernel."""
     from torch.profiler import ProfilerActivity, profile
 
     graph = torch.cuda.CUDAGraph()
@@ -107,48 +101,36 @@ def kinds_of(call: Any) -> dict[str, float]:
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--weights", choices=STORED, help="how those of the layers are stored; none: in 16 bits")
-    parser.add_argument("--rows", default=ROWS, help="requests x nodes, several with commas")
-    parser.add_argument("--prefix", type=int, default=430)
-    parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--json")
-    args = parser.parse_args()
+@torch.inference_mode()
+def measure_forward(
+    shape: str, weights: str | None, sizes: Sequence[tuple[int, int]], prefix: int, kernels: bool
+) -> list[dict[str, float]]:
+    """Return milliseconds of the products and of the pass, for each number of requests and nodes.
 
+    Args:
+        weights: how the layers' weights are stored, None: in 16 bits.
+        prefix: tokens before the trees.
+        kernels: add milliseconds by kind of kernel.
+    """
     device, dtype = torch.device("cuda"), torch.bfloat16
-    sizes = [(int(b), int(n)) for b, _, n in (item.partition("x") for item in args.rows.split(","))]
-    config = shape_config(args.shape)
-    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
-    model = plant_causal_lm(config, text, device=device, dtype=dtype)
-    if args.weights is not None:
-        store_layers(model, args.weights)
+    config = shape_config(shape)
+    text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
+    model = synthetic_causal_lm(config, text, device=device, dtype=dtype)
+    if weights is not None:
+        store_layers(model, weights)
     options = ModelOptions(
-        max_len=args.prefix + 64,
-        num_pages=max(b * -(-(args.prefix + n) // PAGE_SIZE) for b, n in sizes),
+        max_len=prefix + 64,
+        num_pages=max(b * -(-(prefix + n) // PAGE_SIZE) for b, n in sizes),
         page_size=PAGE_SIZE,
         dtype=dtype,
         device=device,
     )
     target = CausalLM(model, options)
     results = []
-    with torch.inference_mode():
-        for batch, nodes in sizes:
-            whole = Pass(target, batch, nodes, args.prefix, device)
-            products = times_of(replay_seconds([Products(target, batch * nodes)])).median * 1e3
-            forward = times_of(replay_seconds([whole])).median * 1e3
-            kinds = {kind: us * 1e-3 for kind, us in kinds_of(whole).items()} if args.kernels else {}
-            results.append({"batch": batch, "nodes": nodes, "products_ms": products, "forward_ms": forward, **kinds})
-    columns = list(dict.fromkeys(name for result in results for name in result))
-    print_table(
-        columns,
-        [[f"{r.get(c, 0):.3f}" if c not in ("batch", "nodes") else str(r[c]) for c in columns] for r in results],
-    )
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(results, file, indent=1)
-
-
-if __name__ == "__main__":
-    main()
+    for batch, nodes in sizes:
+        whole = Pass(target, batch, nodes, prefix, device)
+        products = times_of(replay_seconds([Products(target, batch * nodes)])).median * 1e3
+        forward = times_of(replay_seconds([whole])).median * 1e3
+        kinds = {kind: us * 1e-3 for kind, us in kinds_of(whole).items()} if kernels else {}
+        results.append({"batch": batch, "nodes": nodes, "products_ms": products, "forward_ms": forward, **kinds})
+    return results

@@ -1,30 +1,18 @@
-"""Replays text against the n-gram index: how many drafted tokens are accepted per lookup.
+"""Replay of text against the n-gram index: drafts accepted per lookup (`specdec bench ngram-replay`).
 
-    python -m specdec_kernels.bench.engine.ngram_replay tokens.npy
-    python -m specdec_kernels.bench.engine.ngram_replay corpus.i32 --drafts 8,16,32 --warm 100000,1000000
-    python -m specdec_kernels.bench.engine.ngram_replay path/to/a/folder --suffix .py
-
-A token file is a NumPy file (`.npy`) or bare little-endian int32; tokens below 0 stand between documents. A folder or
-another file is text, cut into pieces much as a tokenizer would, each file a document.
-
-The last documents are requests: of each, the first tokens are the prompt and what follows is what the target would
-have said; a draft is accepted as far as it agrees. Requests come one after another and leave their text behind.
+The last documents of a text are requests: the first tokens of each are the prompt, and what follows is the target's
+output; a draft is accepted as far as it agrees. Requests run one after another, and their text stays in the index.
 
   cold    the index starts empty
-  warm    it starts with that many tokens of the other documents
-  edit    the prompt is the whole document with every 40th token or so changed, dropped or doubled, and what follows is
-          the document: no other request is there, as with copying in a chat
-
-With --peers, other packages' drafters replay the same (peers/ngram.py), where they are installed.
+  warm    it starts with a number of tokens of the other documents
+  edit    the prompt is the whole document with about every 40th token changed, dropped or doubled, and the output is
+          the document: no other request is in the index, as in a chat that copies
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -38,7 +26,6 @@ import torch
 import specdec_kernels as sd
 
 from ..ops.harness import Result
-from ..report.record import record
 from .drafter import Drafter
 
 NAME = "ngram_replay"
@@ -64,7 +51,7 @@ class Score:
 
 
 class Index(Drafter):
-    """Ours."""
+    """Our n-gram index."""
 
     def __init__(self, drafts: int, max_tokens: int, options: dict[str, Any]) -> None:
         self._index = sd.NgramIndex(max_tokens, 1, 1 << 20)
@@ -92,6 +79,7 @@ class Index(Drafter):
 
 
 def accepted_length(tokens: list[int], parents: list[int], truth: Sequence[int]) -> int:
+    """Return how many tokens of `truth` follow the root in a draft tree."""
     node = length = 0
     for token in truth:
         child = next((c for c in range(node + 1, len(tokens)) if (parents[c], tokens[c]) == (node, token)), None)
@@ -102,7 +90,7 @@ def accepted_length(tokens: list[int], parents: list[int], truth: Sequence[int])
 
 
 def replay(drafter: Drafter, requests: Iterable[tuple[list[int], list[int]]]) -> Score:
-    """Each request a prompt and what follows. The token behind an accepted draft, the bonus, is the truth's own."""
+    """Replay requests, each a prompt and its output. The bonus token after an accepted draft is the output's own."""
     lookups = accepted = drafted = 0
     seconds = 0.0
     for prompt, output in requests:
@@ -121,6 +109,11 @@ def replay(drafter: Drafter, requests: Iterable[tuple[list[int], list[int]]]) ->
 
 
 def read_documents(path: Path, suffix: str) -> list[list[int]]:
+    """Read documents as tokens.
+
+    A token file is a NumPy file (`.npy`) or plain little-endian int32 (`.i32`, `.bin`), with tokens below 0 between
+    documents. A folder or another file is text, each file a document, cut into pieces much as a tokenizer would.
+    """
     if path.is_dir() or path.suffix not in (".npy", ".i32", ".bin"):
         files = sorted(path.rglob(f"*{suffix}")) if path.is_dir() else [path]
         ids: dict[str, int] = {}
@@ -137,7 +130,7 @@ def read_documents(path: Path, suffix: str) -> list[list[int]]:
 
 
 def edited(document: Sequence[int], rng: random.Random) -> list[int]:
-    """With every 40th token or so changed, dropped or doubled."""
+    """Return the document with about every 40th token changed, dropped or doubled."""
     text: list[int] = []
     for token in document:
         edit = rng.randrange(120)
@@ -152,7 +145,7 @@ def edited(document: Sequence[int], rng: random.Random) -> list[int]:
 
 @dataclass(frozen=True)
 class Text:
-    """Documents, of which the last are requests."""
+    """Documents, the last of them requests."""
 
     corpus: list[list[int]]
     requests: list[list[int]]
@@ -160,14 +153,15 @@ class Text:
     output: int
 
     def continued(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Split each request into prompt and output."""
         for document in self.requests:
             head = min(self.prompt, len(document) // 2)
             yield document[:head], document[head : head + self.output]
 
     def score(self, make: Callable[[], Drafter], held: int) -> Score:
-        """Of all requests by one drafter, which holds that much of the other documents."""
+        """Replay all requests with one drafter, which has indexed `held` tokens of the other documents."""
         drafter = make()
-        for document in reversed(self.corpus):  # the nearest, and the nearest of them last
+        for document in reversed(self.corpus):  # from the nearest on
             if held <= 0:
                 break
             drafter.learn(document[:held])
@@ -175,7 +169,7 @@ class Text:
         return replay(drafter, self.continued())
 
     def score_edits(self, make: Callable[[], Drafter]) -> Score:
-        """Of each request by a drafter of its own."""
+        """Replay edits of each request, each with a drafter of its own."""
         rng, total = random.Random(0), Score(0, 0, 0, 0.0)
         for document in self.requests:
             truth = document[: self.output]
@@ -183,77 +177,29 @@ class Text:
         return total
 
 
-def numbers(text: str) -> list[int]:
-    return [int(float(item)) for item in text.split(",") if item]
+def measure_replay(
+    text: Text, name: str, drafts: Sequence[int], warm: Sequence[int], options: dict[str, Any], baselines: bool
+) -> Iterator[Result]:
+    """Replay every workload with every number of drafts, and yield results.
 
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", type=Path, help="tokens, or text")
-    parser.add_argument("--suffix", default="", help="of the files of a folder")
-    parser.add_argument("--drafts", type=numbers, default=[8, 16, 32], help="nodes beyond the root (8,16,32)")
-    parser.add_argument("--warm", type=numbers, default=[], help="tokens held at the start, several with commas")
-    parser.add_argument("--requests", type=int, default=40, help="the last documents of the file (40)")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt, at most half the document (256)")
-    parser.add_argument("--output", type=int, default=512, help="tokens replayed, at most (512)")
-    parser.add_argument("--mode", choices=["tree", "chain"], default="tree")
-    parser.add_argument("--own-weight", type=float, default=4.0)
-    parser.add_argument("--recency", type=float, default=1.0)
-    parser.add_argument("--min-prob", type=float, default=0.0)
-    parser.add_argument("--peers", action="store_true", help="beside other packages' drafters")
-    parser.add_argument("--json", type=Path, help="write the scores to a file, too")
-    return parser.parse_args(arguments)
-
-
-def command_line(args: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """Without the places of files."""
-    files = {str(args.file), str(args.json)}
-    return " ".join(
-        [f"python -m specdec_kernels.bench.engine.{NAME}", *(Path(a).name if a in files else a for a in arguments)]
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
-    documents = [d for d in read_documents(args.file, args.suffix) if len(d) >= 32]
-    if not documents:
-        print(f"ngram_replay: {args.file} has no document of 32 tokens or more", file=sys.stderr)
-        return 2
-    text = Text(documents[: -args.requests], documents[-args.requests :], args.prompt, args.output)
-    options = {name: getattr(args, name) for name in ("mode", "own_weight", "recency", "min_prob")}
-    tokens, asked = sum(map(len, documents)), sum(map(len, text.requests))
+    Args:
+        name: of the text, in the record.
+        warm: numbers of tokens that the index starts with.
+        options: of the index's draft.
+        baselines: other packages' drafters as well, where they are installed.
+    """
+    asked = sum(map(len, text.requests))
     makers: dict[str, Callable[[int, int], Drafter]] = {
         "index": lambda drafts, held: Index(drafts, max(held, 1 << 17) + asked, options)
     }
-    if args.peers:
+    if baselines:
         from ..ops.baselines.ngram import ngram_drafters
 
         makers |= {name: lambda drafts, held, make=make: make(drafts) for name, make in ngram_drafters().items()}
-
-    print(f"{len(documents)} documents, {tokens} tokens; the last {len(text.requests)} are requests")
-    print(f"{'':>12} {'drafts':>6} {'':>16} {'accepted':>9} {'drafted':>8} {'us':>8} {'lookups':>8}")
-    results: list[Result] = []
-    for workload, held in [("cold", 0), *((f"warm {held:.0e}", held) for held in args.warm), ("edit", 0)]:
-        for drafts in args.drafts:
-            for name, maker in makers.items():
-                make = partial(maker, drafts, held)
+    for workload, held in [("cold", 0), *((f"warm {held:.0e}", held) for held in warm), ("edit", 0)]:
+        for count in drafts:
+            for drafter, maker in makers.items():
+                make = partial(maker, count, held)
                 score = text.score_edits(make) if workload == "edit" else text.score(make, held)
-                facts = score.facts()
-                params = {"text": args.file.stem, "workload": workload, "drafts": drafts, "drafter": name}
-                results.append(Result(NAME, params, "cpu", facts=facts))
-                print(
-                    f"{workload:>12} {drafts:>6} {name:>16} {facts['accepted']:>9.3f} {facts['drafted']:>8.1f} "
-                    f"{facts['us']:>8.1f} {score.lookups:>8}",
-                    flush=True,
-                )
-    if args.json:
-        command = command_line(args, sys.argv[1:] if arguments is None else arguments)
-        run = record(results, torch.device("cpu"), None, command)
-        args.json.write_text(json.dumps(run, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+                params = {"text": name, "workload": workload, "drafts": count, "drafter": drafter}
+                yield Result(NAME, params, "cpu", facts=score.facts())

@@ -1,16 +1,15 @@
-"""Whole rounds of the engine, on planted models: what a token costs at a batch size and an accept length.
+"""Rounds of the engine on synthetic models: the cost of a token at a batch size and an accept length.
 
-Tokens are timed as the callback of `Engine.generate` receives them. Counted are rounds in which every request takes
-part; the whole run, from the call to its end, is told beside them.
+Tokens are timed as the callback of `Engine.generate` receives them. Only rounds in which every request takes part are
+counted; the whole run, from the call to its end, is reported as well.
 
-A planted text has easy stretches and hard ones, and so requests differ: where few of them run at once, several batches
-run one after the other, each from other places of the text, until `REQUESTS` were seen.
+A synthetic text has easy and hard stretches, so requests differ. If a batch is small, several batches run one after
+another, each from other places of the text, until `REQUESTS` requests have run.
 
-What the host does is a mean over all rounds of the run, those in which requests join and leave included. `host us` is
-the time of the loop's thread in its turns, but for what it waits for the device (`wait us`) and what it takes to launch
-prefill: launching rounds, reading what they did, giving slots away and back. A launch that waits for room in the
-device's queue counts as work, and polling as waiting. `emit us` is what another thread takes to hand out results,
-beside the loop.
+Host times are means over all rounds of the run, including those in which requests join and leave. `host us` is the time
+of the loop's thread in its turns, without waiting for the device (`wait us`) and launching prefill: it launches rounds,
+reads results, assigns and frees slots. A launch that waits for room in the device's queue counts as work, polling as
+waiting. `emit us` is the time of another thread that hands out results in parallel to the loop.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from specdec_kernels.models.layers.moe import QuantizedExperts
 from specdec_kernels.models.layers.quantized import QuantizedLinear
 from specdec_kernels.status import FinishReason
 from specdec_kernels.synthetic.acceptance import Acceptance, PublishedAcceptance
-from specdec_kernels.synthetic.models import PlantedText, eagle3_config, plant_causal_lm, plant_eagle3
+from specdec_kernels.synthetic.models import SyntheticText, eagle3_config, synthetic_causal_lm, synthetic_eagle3
 from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
 from ..ops.ceilings import Ceilings
@@ -51,21 +50,21 @@ from ..ops.timing import times_of
 
 NAME = "round"
 WARM_UP_TOKENS = 12
-REQUESTS = 8  # whose accept lengths a measurement is of, at least, where they differ
+REQUESTS = 8  # requests of a measurement at least, if their accept lengths differ
 PAGE_SIZE = 16
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """How to draft: the options of a draft with an EAGLE-3 head or a standalone model."""
+    """How to draft: options of a draft with an EAGLE-3 head or a standalone model."""
 
     name: str
     kind: Callable[..., Draft] | None
     num_steps: int = 0
     topk: int = 1
     num_nodes: int = 1
-    adaptive: bool = False  # as many of these nodes as pay
+    adaptive: bool = False  # choose the number of nodes in each round
 
 
 ALGORITHMS = {
@@ -73,13 +72,13 @@ ALGORITHMS = {
     "chain": Drafting("chain", Eagle3, 5, 1, 6),
     "tree": Drafting("tree", Eagle3, 5, 10, 32),
     "standalone": Drafting("standalone", Standalone, 5, 1, 6),
-    # What an engine does that is told no more than the draft.
+    # The engine's defaults.
     "adaptive": Drafting("adaptive", Eagle3, Eagle3.num_steps, Eagle3.topk, DEFAULT_NUM_NODES, adaptive=True),
 }
 
 
 def drafting_of(algorithm: str) -> Drafting:
-    """Of `ALGORITHMS`, or `chain4` or `tree8`: of so many nodes."""
+    """Return one of `ALGORITHMS`, or a chain or tree with a number of nodes, `chain4` or `tree8`."""
     if algorithm in ALGORITHMS:
         return ALGORITHMS[algorithm]
     name = algorithm.rstrip("0123456789")
@@ -89,6 +88,8 @@ def drafting_of(algorithm: str) -> Drafting:
 
 @dataclass(frozen=True)
 class Setup:
+    """A model, its drafts and the sizes of requests."""
+
     shape: str
     drafting: Drafting
     acceptance: Acceptance
@@ -96,16 +97,16 @@ class Setup:
     output: int
     device: torch.device
     dtype: torch.dtype
-    max_len: int | None = None  # of the engine; None: what a request needs
-    weights: str | None = None  # how those of the target's layers are stored, of `STORED`; None: in dtype
-    implementation: str = "native"  # of the target, as an engine takes it
+    max_len: int | None = None  # longest sequence of the engine; None: what a request needs
+    weights: str | None = None  # how the target's layers are stored, one of `STORED`; None: in dtype
+    implementation: str = "native"  # backend of the target
 
     def __post_init__(self) -> None:
         if self.weights == "int4" and hasattr(shape_config(self.shape), "num_experts"):
-            raise ValueError(f"--weights is int4, expected fp8 or fp8-rows beside --shape {self.shape}, of experts")
+            raise ValueError(f"--weights is int4, expected fp8 or fp8-rows with --shape {self.shape}, a MoE model")
         if self.max_len is not None and self.max_len < self.needed_len:
             raise ValueError(
-                f"--max-len is {self.max_len}, expected at least {self.needed_len}, a prompt's tokens and its output's"
+                f"--max-len is {self.max_len}, expected at least {self.needed_len}, the tokens of prompt and output"
             )
 
     @property
@@ -117,12 +118,15 @@ class Setup:
         return self.max_len or self.needed_len
 
     def num_pages(self, num_slots: int) -> int:
-        """Pages of the pool: what so many requests need, and no less than one of the engine's longest would."""
+        """Return the pages that `num_slots` requests need, and at least those of the longest sequence."""
         d = self.drafting
-        beyond = max(d.num_nodes, d.num_steps + 1, d.topk * d.num_steps + 1) + 1  # rows that a round writes, at most
-        return max(num_slots * -(-(self.needed_len + beyond) // PAGE_SIZE), -(-(self.engine_len + beyond) // PAGE_SIZE))
+        written = max(d.num_nodes, d.num_steps + 1, d.topk * d.num_steps + 1) + 1  # rows that a round writes at most
+        return max(
+            num_slots * -(-(self.needed_len + written) // PAGE_SIZE), -(-(self.engine_len + written) // PAGE_SIZE)
+        )
 
     def params(self, batch: int) -> dict[str, Any]:
+        """Return the parameters of a result."""
         d = self.drafting
         return {
             "shape": self.shape,
@@ -144,27 +148,28 @@ class Setup:
 
 @dataclass
 class RoundClock:
-    """`on_tokens` of a `generate`: groups what arrives into rounds, and notes when each one's first tokens came."""
+    """`on_tokens` of a `generate`: groups tokens into rounds by the time at which they arrive."""
 
     batch: int
     began: float = 0.0
     ended: float = 0.0
-    # Noted as it arrives, and looked at afterwards: this counts as handing out.
+    # Stored on arrival and analyzed later, since the callback is part of what is timed.
     arrivals: list[tuple[float, NewTokens]] = field(default_factory=list)
 
     def end(self) -> None:
+        """End the run."""
         self.ended = time.perf_counter()
 
     def __call__(self, new: NewTokens) -> None:
         self.arrivals.append((time.perf_counter(), new))
 
     def full_rounds(self) -> tuple[list[float], list[int]]:
-        """Seconds from one full round to the next, and the tokens of each."""
+        """Return the seconds from one full round to the next, and the tokens of each."""
         starts: list[float] = []
         tokens: list[int] = []
         sizes: list[int] = []
         seen: set[int] = set()
-        known: set[int] = set()  # requests whose first token is there
+        known: set[int] = set()  # requests with a first token
         for at, new in self.arrivals:
             if not starts or new.index in seen:
                 starts.append(at)
@@ -173,25 +178,26 @@ class RoundClock:
                 seen.clear()
             seen.add(new.index)
             tokens[-1] += len(new.tokens)
-            # The last round of a request is cut by its budget and counts for no full one, nor does a first token, which
-            # prefill yields.
+            # A request's last round, cut by its token limit, is not full, nor is a first token, which prefill yields.
             sizes[-1] += new.finish_reason == FinishReason.RUNNING and new.index in known
             known.add(new.index)
-        # Behind a first token lies the time of a prefill, and a round that begins amid a piece of text that is drafted
-        # right, where all others begin behind one.
+        # The time after a first token includes a prefill, and its round starts inside a stretch of right drafts; all
+        # others start after one.
         pairs = [i for i in range(1, len(starts)) if sizes[i - 1] == sizes[i] == self.batch]
         return [starts[i] - starts[i - 1] for i in pairs], [tokens[i] for i in pairs]
 
     def accept_lengths(self) -> list[float]:
-        """Of each request, the tokens of a round: of those between the one behind its first token and its last, which
-        its budget cuts."""
+        """Return the mean tokens per round of each request, without its first two rounds and the last.
+
+        The last round is cut by the token limit.
+        """
         rounds: dict[int, list[int]] = {}
         for _, new in self.arrivals:
             rounds.setdefault(new.index, []).append(len(new.tokens))
         return [sum(whole) / len(whole) for whole in (tokens[2:-1] for tokens in rounds.values()) if whole]
 
     def run(self) -> dict[str, float]:
-        """Of the whole run: its tokens a second, and how long requests waited for their first tokens."""
+        """Return throughput of the whole run, and how long requests waited for their first tokens."""
         first_tokens = {new.index: at for at, new in reversed(self.arrivals)}
         waits = sorted(at - self.began for at in first_tokens.values())
         return {
@@ -201,40 +207,40 @@ class RoundClock:
         }
 
 
-class PlantedModels:
-    """A text, a target that continues it, and what drafts for that."""
+class SyntheticModels:
+    """A text, a target that continues it, and drafts for it."""
 
     def __init__(self, setup: Setup) -> None:
         config = shape_config(setup.shape)
-        self.text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+        self.text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
         self._place: dict[str, Any] = {"device": setup.device, "dtype": setup.dtype}
-        self.target = plant_causal_lm(config, self.text, **self._place)
+        self.target = synthetic_causal_lm(config, self.text, **self._place)
         if setup.weights is not None:
             store_layers(self.target, setup.weights)
         self._draft: tuple[Any, Any] = None, None
 
     def draft(self, setup: Setup) -> Any:
-        """Of this kind and acceptance; the last one is kept, the target serves all."""
+        """Return a draft model of the setup's kind and acceptance; the last one is cached."""
         kind = setup.drafting.kind
         if kind is None:
             return None
         if self._draft[0] != (kind, setup.acceptance):
             self._draft = None, None
             if kind is Eagle3:
-                model: Any = plant_eagle3(self.target, self.text, setup.acceptance)
+                model: Any = synthetic_eagle3(self.target, self.text, setup.acceptance)
             else:
                 small = standalone_config(setup.shape)
-                model = plant_causal_lm(small, self.text, acceptance=setup.acceptance, **self._place)
+                model = synthetic_causal_lm(small, self.text, acceptance=setup.acceptance, **self._place)
             self._draft = (kind, setup.acceptance), model
         return self._draft[1]
 
 
 class Bench:
-    """An engine on planted models, for batches up to `max_batch`."""
+    """An engine on synthetic models, for batches up to `max_batch`."""
 
-    def __init__(self, setup: Setup, max_batch: int, models: PlantedModels | None = None) -> None:
+    def __init__(self, setup: Setup, max_batch: int, models: SyntheticModels | None = None) -> None:
         self.setup = setup
-        models = models or PlantedModels(setup)
+        models = models or SyntheticModels(setup)
         self.text, self.target, self.draft = models.text, models.target, models.draft(setup)
         self.engine = Engine(
             self.target,
@@ -250,9 +256,10 @@ class Bench:
         )
 
     def measure(self, batch: int, ceilings: Ceilings) -> Result:
+        """Measure a batch size."""
         setup = self.setup
         shape: dict[str, Any] = {"op": NAME, "params": setup.params(batch), "device": str(setup.device)}
-        # What drafts bring, and what their rounds cost, is learnt by an engine that chooses how many to draft.
+        # An adaptive engine learns acceptance and costs in a long warm-up.
         self.generate(batch, 0, setup.output if setup.drafting.adaptive else WARM_UP_TOKENS, None)
         drafts = setup.drafting.num_steps > 0
         requests_differ = drafts and isinstance(setup.acceptance, PublishedAcceptance)
@@ -270,7 +277,9 @@ class Bench:
             list(chain.from_iterable(lists)) for lists in zip(*(c.full_rounds() for c in clocks), strict=True)
         )
         if not seconds:
-            few = f"no round had all {batch} requests: the first ended before the last began, which takes more --output"
+            few = (
+                f"no round had all {batch} requests: the first ended before the last began, expected a larger --output"
+            )
             return Result(**shape, skipped=few)
         shares = {nodes: count / stats.rounds for nodes, count in stats.rounds_by_nodes.items() if count}
         accept_length = sum(tokens) / (len(tokens) * batch)
@@ -303,9 +312,9 @@ class Bench:
         )
 
     def generate(self, batch: int, wave: int, output: int, on_tokens: Any) -> str | None:
-        """A batch of pieces of the text, continued; says what is wrong with the result, if something is.
+        """Continue a batch of pieces of the text; return what is wrong with the result, None for nothing.
 
-        Each wave's pieces are from the middle of the longest stretches that those before it left out.
+        Each wave's pieces are from the middle of the longest stretches that earlier waves left out.
         """
         length, count = self.setup.input, len(self.text.order)
         at = [int(count * (i + GOLDEN * wave % 1) / batch) for i in range(batch)]
@@ -320,13 +329,13 @@ class Bench:
                 first = next(
                     i for i, pair in enumerate(zip(result.tokens, expected, strict=True)) if len(set(pair)) > 1
                 )
-                return f"request {result.index} strays from the planted text at token {first}"
+                return f"request {result.index} differs from the synthetic text at token {first}"
         return None
 
     def floor(
         self, batch: int, accept_length: float, shares: dict[float, float], ceilings: Ceilings
     ) -> tuple[int, int, float]:
-        """`floor_of`, as a mean of the rounds' numbers of nodes."""
+        """Return `floor_of` as a mean over rounds, by their numbers of nodes."""
         floors = [
             [share * value for value in self.floor_of(batch, accept_length, n, ceilings)] for n, share in shares.items()
         ]
@@ -336,10 +345,10 @@ class Bench:
     def floor_of(
         self, batch: int, accept_length: float, num_nodes: float, ceilings: Ceilings
     ) -> tuple[int, int, float]:
-        """Bytes and flops of a round's forward passes, and the least seconds they could take, pass by pass.
+        """Return bytes and flops of a round's forward passes, and their least seconds, pass by pass.
 
-        A pass reads its weights once, and the target's all KV rows; activations and logits are not counted, and of the
-        nodes that the target's head multiplies those that walks visit.
+        A pass reads its weights once, and the target's pass all KV rows. Activations and logits are not counted, and
+        the target's head counts only for nodes that verification visits.
         """
         setup, d = self.setup, self.setup.drafting
         config = self.target.config
@@ -358,7 +367,7 @@ class Bench:
             steps = [(body - fc, batch * d.topk, 0), (head, batch * d.topk, 0)] * max(num_steps - 1, 0)
             passes += [*steps, (body, batch * (num_steps + 1), 0), (head, batch, 0)]
         bytes_moved = [read.nbytes + extra for read, _, extra in passes]
-        flops = [2 * read.numbers * m for read, m, _ in passes]
+        flops = [2 * read.elements * m for read, m, _ in passes]
         floor = sum(
             max(b / ceilings.bytes_per_second, f / ceilings.flops_per_second)
             for b, f in zip(bytes_moved, flops, strict=True)
@@ -368,7 +377,7 @@ class Bench:
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """What was loaded is no garbage to look through, as in a server: that stops a run for a quarter of a second."""
+    """Freeze the garbage collector's objects, as a server does: a collection takes a quarter of a second."""
     gc.collect()
     gc.freeze()
     yield
@@ -376,7 +385,7 @@ def nothing_collected() -> Iterator[None]:
 
 
 def accept_spread(lengths: list[float]) -> dict[str, float]:
-    """Between what accept lengths the middle eight tenths of the requests are; nothing of one request."""
+    """Return the first and last decile of requests' accept lengths; nothing for a single request."""
     if len(lengths) < 2:
         return {}
     tenths = quantiles(lengths, n=10, method="inclusive")
@@ -384,11 +393,12 @@ def accept_spread(lengths: list[float]) -> dict[str, float]:
 
 
 def nodes_text(shares: dict[float, float]) -> str:
-    """What share of the rounds verified how many nodes of each request, in the mean."""
+    """Return the shares of rounds by mean nodes per request, as text."""
     return ", ".join(f"{nodes:.3g}: {share:.0%}" for nodes, share in shares.items())
 
 
 def draft_of(d: Drafting, model: Any) -> Draft | None:
+    """Return the draft, None for plain decoding."""
     if d.kind is None:
         return None
     return d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes)
@@ -396,47 +406,47 @@ def draft_of(d: Drafting, model: Any) -> Draft | None:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a forward pass reads, in numbers and in bytes."""
+    """Weights that a forward pass reads: elements and bytes."""
 
-    numbers: int = 0
+    elements: int = 0
     nbytes: int = 0
 
     def __add__(self, other: Weights) -> Weights:
-        return Weights(self.numbers + other.numbers, self.nbytes + other.nbytes)
+        return Weights(self.elements + other.elements, self.nbytes + other.nbytes)
 
     def __sub__(self, other: Weights) -> Weights:
-        return Weights(self.numbers - other.numbers, self.nbytes - other.nbytes)
+        return Weights(self.elements - other.elements, self.nbytes - other.nbytes)
 
 
 def weights(module: nn.Module, num_rows: int | None = None) -> Weights:
-    """Of all products and norms, the embeddings' few rows left out.
+    """Return the weights of all linear layers and norms, without embeddings, of which only a few rows are read.
 
-    Of experts, with so many rows: the numbers that each row is multiplied with, and the bytes of those experts that one
-    takes, as many as are expected where rows choose evenly. None: all of them.
+    With `num_rows`, experts count as the elements that each row is multiplied with, and the bytes of the experts that
+    the rows are expected to select if routing is uniform. None: all experts.
     """
     total = Weights()
     for part in module.modules():
         if isinstance(part, QuantizedLinear):
             total += Weights(math.prod(part.weight.shape), part.weight.nbytes)
         if isinstance(part, QuantizedExperts):
-            total += taken(module, Weights(part.numel(), part.nbytes), num_rows)
+            total += selected(module, Weights(part.numel(), part.nbytes), num_rows)
         if not isinstance(part, nn.Embedding):
             for p in part.parameters(recurse=False):
                 mine = Weights(p.numel(), p.nbytes)
-                total += taken(module, mine, num_rows) if p.ndim == 3 else mine
+                total += selected(module, mine, num_rows) if p.ndim == 3 else mine
     return total
 
 
-def taken(module: Any, experts: Weights, num_rows: int | None) -> Weights:
-    """Of a layer's experts, what so many rows take."""
+def selected(module: Any, experts: Weights, num_rows: int | None) -> Weights:
+    """Return what `num_rows` rows read of a layer's experts."""
     if num_rows is None:
         return experts
     share = module.config.num_experts_per_tok / module.config.num_experts
-    return Weights(round(experts.numbers * share), round(experts.nbytes * (1 - (1 - share) ** num_rows)))
+    return Weights(round(experts.elements * share), round(experts.nbytes * (1 - (1 - share) ** num_rows)))
 
 
 def memory_needed(setup: Setup, max_batch: int) -> int:
-    """Bytes of weights and KV, and a tenth more for everything else; nothing is allocated."""
+    """Return the bytes of weights and KV, plus a tenth for everything else; allocates nothing."""
     config = shape_config(setup.shape)
     item = setup.dtype.itemsize
     with torch.device("meta"):
@@ -449,31 +459,31 @@ def memory_needed(setup: Setup, max_batch: int) -> int:
     kv_width = sum(kv_numbers(m.config, m.config.num_hidden_layers) for m in models)
     # A head shares the target's embeddings.
     shared = [0, *(m.embed_tokens.weight.numel() for m in models[1:] if isinstance(m, Eagle3Head))]
-    numbers = sum(p.numel() for m in models for p in m.parameters()) - sum(shared) + rows * kv_width
-    return int(1.1 * item * numbers)
+    elements = sum(p.numel() for m in models for p in m.parameters()) - sum(shared) + rows * kv_width
+    return int(1.1 * item * elements)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken, as the driver or the system estimates it."""
+    """Return the free bytes, as the driver or the system estimates them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # no Linux: what is there in all
+    except (OSError, StopIteration):  # not Linux: all memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def standalone_config(shape: str) -> Any:
-    """Of the small model that drafts for a shape."""
+    """Return the config of the small model that drafts for a shape."""
     config = shape_config("tiny" if shape == "tiny" else "qwen3-0.6b")
     config.vocab_size = shape_config(shape).vocab_size
     return config
 
 
 def measure_rounds(setups: Sequence[Setup], batches: Sequence[int], ceilings: Ceilings) -> Iterator[Result]:
-    """One result for each batch and setup, all of one target on one device; one engine after another."""
-    models = PlantedModels(setups[0])
+    """Yield a result for each batch and setup, all of one target on one device, one engine after another."""
+    models = SyntheticModels(setups[0])
     for setup in setups:
         bench = Bench(setup, max(batches), models)
         for batch in batches:

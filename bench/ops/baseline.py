@@ -1,4 +1,4 @@
-"""A run beside an earlier one: what became slower."""
+"""Comparison of a run with an earlier one: what became slower."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """One size in both runs: of `round` tokens a second, of calls the host's time, else the median time."""
+    """One size in both runs: tokens per second of `round`, host time of calls, else the median time."""
 
     op: str
     params: dict[str, Any]
@@ -21,13 +21,13 @@ class Change:
 
     @property
     def slower(self) -> float:
-        """How much longer the same work takes now: 0.1 is ten percent, negative is faster."""
+        """Relative increase of the time for the same work: 0.1 is ten percent, negative is faster."""
         ratio = self.before / self.now if self.unit == "tokens/s" else self.now / self.before
         return ratio - 1
 
 
 def changes(run: Line, baseline: Line) -> list[Change]:
-    """Every size that both runs have timed. Parameters that only one of them knows do not tell sizes apart."""
+    """Return every size that both runs have timed. Parameters that only one of them has are ignored."""
     found = []
     for line in run["results"]:
         for other in baseline["results"]:
@@ -40,6 +40,7 @@ def changes(run: Line, baseline: Line) -> list[Change]:
 
 
 def same_size(a: Line, b: Line) -> bool:
+    """Return whether two results are of one op and size."""
     if a["op"] != b["op"]:
         return False
     both = a["params"].keys() & b["params"].keys()
@@ -47,7 +48,7 @@ def same_size(a: Line, b: Line) -> bool:
 
 
 def measured(line: Line) -> tuple[str, float] | None:
-    """What counts of a result, and its unit; None where it was not timed."""
+    """Return unit and value of a result, None if it was not timed."""
     if line["op"] == "round":
         value, unit = line.get("facts", {}).get("tokens_per_second"), "tokens/s"
     else:

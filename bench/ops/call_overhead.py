@@ -1,8 +1,8 @@
-"""What a call costs at the Python boundary: `specdec bench call_overhead`.
+"""Time of a call at the Python boundary: `specdec bench call_overhead`.
 
-Calls that do nothing with 1, 4 and 8 tensors, once through the DLPack exchange API (torch) and once through the
-`__dlpack__` fallback (NumPy), and real ops on an empty batch through ops.py, outputs passed. Minimum over interleaved
-rounds; the loop around the call, about 10 ns, is in the number.
+Calls that do nothing with 1, 4 and 8 tensors, through the DLPack exchange API (torch) and through the `__dlpack__`
+fallback (NumPy), and real ops on an empty batch with outputs passed. The result is the minimum over interleaved rounds
+and includes about 10 ns of the loop around the call.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ROUNDS, QUICK_ROUNDS = 50, 5
 
 
 def calls(device: torch.device) -> dict[str, timeit.Timer]:
+    """Return the timers by name."""
     tensors = [torch.zeros(4, device=device) for _ in range(8)]
     timers = {
         f"_C.{op.__name__}, torch": timer(op, [None, *tensors[:n]])
@@ -44,6 +45,7 @@ def calls(device: torch.device) -> dict[str, timeit.Timer]:
 
 
 def empty_select_topk(device: torch.device) -> timeit.Timer:
+    """Return a timer of `select_topk` on an empty batch."""
     logits = torch.empty(0, 8, device=device)
     id_map = torch.arange(8, dtype=torch.int32, device=device)
     out = sd.TopK(torch.empty(0, 2, dtype=torch.int32, device=device), torch.empty(0, 2, device=device))
@@ -51,12 +53,13 @@ def empty_select_topk(device: torch.device) -> timeit.Timer:
 
 
 def empty_free_pages(device: torch.device) -> timeit.Timer:
+    """Return a timer of `free_pages` without slots."""
     prefix_lens = torch.empty(0, dtype=torch.int32, device=device)
     return timer(sd.free_pages, [sd.make_page_pool(4, 0, 4, 16, prefix_lens), prefix_lens])
 
 
 def timer(function: Callable[..., Any], args: list[Any], **keywords: Any) -> timeit.Timer:
-    """A Timer of the bare call: arguments are locals of the timed loop, nothing is unpacked in it."""
+    """Return a Timer of the bare call: arguments are locals of the timed loop, which unpacks nothing."""
     names = {f"a{i}": value for i, value in enumerate(args)} | keywords
     call = ", ".join([*(f"a{i}" for i in range(len(args))), *(f"{name}={name}" for name in keywords)])
     setup = "; ".join(["f = function_", *(f"{name} = {name}_" for name in names)])
@@ -64,6 +67,7 @@ def timer(function: Callable[..., Any], args: list[Any], **keywords: Any) -> tim
 
 
 def measure_calls(device: torch.device, quick: bool) -> list[Result]:
+    """Measure all calls."""
     timers = calls(device)
     samples: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(QUICK_ROUNDS if quick else ROUNDS):

@@ -1,4 +1,4 @@
-"""What the device can do at most, measured on the spot: the denominators of every floor."""
+"""The device's bandwidth and arithmetic rate, measured in the same run: the denominators of every floor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def seconds(device: torch.device, call: object) -> float:
 
 @cache
 def bandwidth(device: torch.device, quick: bool) -> tuple[float, float]:
-    """Bytes per second of a large copy (read plus written) and of a large read, each by a kernel.
+    """Measure bytes per second of a large copy (read plus written) and of a large read, each by a kernel.
 
     `Tensor.copy_` becomes a memcpy node of the captured graph, which runs at two thirds of a kernel's rate.
     """
@@ -43,7 +43,7 @@ def bandwidth(device: torch.device, quick: bool) -> tuple[float, float]:
 
 @cache
 def arithmetic(device: torch.device, quick: bool) -> float:
-    """Flops per second of a large matrix product: bfloat16 on a GPU, float32 on a CPU."""
+    """Measure flops per second of a large matrix product: bfloat16 on a GPU, float32 on a CPU."""
     cuda = device.type == "cuda"
     n = (4096 if quick else 8192) if cuda else 512
     a, b = (torch.randn(n, n, device=device).to(torch.bfloat16 if cuda else torch.float32) for _ in range(2))

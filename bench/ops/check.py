@@ -1,4 +1,4 @@
-"""Checks of a result against its reference, whose failure says what differs."""
+"""Comparisons of a result with its reference; a failure says what differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class WrongResult(Exception):
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An output full of garbage, so that an element nobody wrote shows."""
+    """Return an output filled with garbage, so that an unwritten element shows."""
     garbage = torch.nan if dtype.is_floating_point else -123456
     return torch.full(shape, garbage, dtype=dtype, device=device)
 
@@ -21,17 +21,17 @@ def bytes_of(*tensors: Tensor) -> int:
 
 
 def expect_equal(name: str, got: Tensor, want: Tensor) -> None:
-    """Same shape, same elements."""
+    """Require the same shape and elements."""
     compare(name, got, want, lambda g, w: g == w)
 
 
 def expect_close(name: str, got: Tensor, want: Tensor, atol: float) -> None:
-    """Same shape, finite elements within atol, infinities and only those equal."""
+    """Require the same shape and infinities, and finite elements within atol."""
     compare(name, got, want, lambda g, w: (g == w) | ((g.double() - w.double()).abs() <= atol))
 
 
 def expect_near(name: str, got: Tensor, want: Tensor, error: float) -> None:
-    """Relative error of the whole tensor, |got - want| / |want|, below `error`."""
+    """Require a relative error of the whole tensor, |got - want| / |want|, of at most `error`."""
     got, want = got.detach().cpu().double(), want.detach().cpu().double()
     expect_shape(name, got, want)
     scale = want.norm().clamp(min=1e-30)

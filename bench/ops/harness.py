@@ -1,4 +1,4 @@
-"""What a case is, and how one is measured: check, then time, beside the floor that no version can beat."""
+"""Cases and their measurement: check the result, then time it, and compute the floor that no version can beat."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .timing import Call, Times, cpu_time, gpu_time
 Params = dict[str, Any]
 
 MAX_INPUT_SETS = 256
-INPUTS_SHARE = 0.25  # of the GPU's memory, for all sets together
+INPUTS_SHARE = 0.25  # of the GPU's memory, for all input sets together
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Another way to the same result. `check` gets what `call` returns and raises WrongResult."""
+    """Another implementation. `check` takes what `call` returns and raises WrongResult."""
 
     name: str
     call: Callable[[], Any]
@@ -30,39 +30,42 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Work:
-    """One input set of an op, ready to run on outputs that are already there."""
+    """One input set of an op with allocated outputs, ready to run."""
 
     call: Call
     check: Callable[[], None]  # of the outputs after one call; raises WrongResult
-    bytes_moved: int  # through memory at least: each input read once, each output written once
-    flops: int = 0  # only where arithmetic, not memory, may be the limit
-    restore: Call | None = None  # puts back what a call changes, for ops that advance state
+    bytes_moved: int  # at least: each input is read once, each output written once
+    flops: int = 0  # only if arithmetic, not memory, may be the limit
+    restore: Call | None = None  # undoes what a call changes, for ops that advance state
     baseline: Baseline | None = None  # plain torch
-    peers: Sequence[Baseline] = ()  # other packages' kernels, where they are installed (peers/)
-    facts: Mapping[str, float | str] = field(default_factory=dict)  # more about the call, as its plan
+    packages: Sequence[Baseline] = ()  # other packages' kernels, if installed (baselines/)
+    facts: Mapping[str, float | str] = field(default_factory=dict)  # more about the call, such as its plan
 
     @property
     def others(self) -> tuple[Baseline, ...]:
-        return (*([] if self.baseline is None else [self.baseline]), *self.peers)
+        """All baselines."""
+        return (*([] if self.baseline is None else [self.baseline]), *self.packages)
 
 
 @dataclass(frozen=True)
 class Case:
-    """An op with the sizes it is measured at. The first value of each parameter is the smallest."""
+    """An op and the sizes it is measured at. The first value of each parameter is the smallest."""
 
     op: str
     grid: Mapping[str, Sequence[Any]]
     make: Callable[[torch.device, Params], Work]
-    cpu_grid: Mapping[str, Sequence[Any]] | None = None  # where the GPU's sizes would take minutes on a CPU
+    cpu_grid: Mapping[str, Sequence[Any]] | None = None  # if the GPU's sizes would take minutes on a CPU
     devices: tuple[str, ...] = ("cpu", "cuda")
-    base: Params | None = None  # where all combinations are too many: the size around which one parameter varies
+    base: Params | None = None  # if all combinations are too many: the size around which one parameter varies
 
     def sizes(
         self, device: torch.device, quick: bool = False, full: bool = False, **chosen: Sequence[Any]
     ) -> Iterator[Params]:
-        """The sizes to measure: without `base`, or with `full`, all combinations; else `base` and around it each
-        parameter's values, one parameter at a time. With `quick` the smallest. `chosen` fixes parameters to values,
-        of which every combination is measured.
+        """Yield the sizes to measure.
+
+        Without `base`, or with `full`, these are all combinations, else `base` with each parameter's values, one
+        parameter at a time. With `quick`, only the smallest size. `chosen` replaces the values of parameters, and every
+        combination of them is measured.
         """
         grid = dict(self.cpu_grid if self.cpu_grid is not None and device.type == "cpu" else self.grid)
         unknown = set(chosen) - set(grid)
@@ -82,35 +85,40 @@ class Case:
                 yield {name: size[name] for name in grid}
 
     def smallest(self, device: torch.device) -> Params:
+        """Return the smallest size."""
         return next(self.sizes(device, quick=True))
 
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table. Times in seconds; None where there is none to give."""
+    """One line of the table. Times are in seconds; None if not measured."""
 
     op: str
     params: Params
     device: str
-    error: str | None = None  # what differs from the reference: then nothing was timed
-    skipped: str | None = None  # why it could not be timed, though nothing was wrong
+    error: str | None = None  # how it differs from the reference; then it was not timed
+    skipped: str | None = None  # why it could not be timed, although nothing was wrong
     time: Times | None = None
-    host: Times | None = None  # of the call's return, on a GPU
+    host: Times | None = None  # until the call returns, on a GPU
     bytes_moved: int = 0
     flops: int = 0
     floor: float | None = None
     cold: bool = False  # inputs rotated through more than the L2 cache
     baselines: Mapping[str, Times] = field(default_factory=dict)
-    facts: Mapping[str, float | str] = field(default_factory=dict)  # more that was seen: of `round`, or a plan
+    facts: Mapping[str, float | str] = field(default_factory=dict)  # further measurements, of `round` for example
 
     @property
     def of_floor(self) -> float | None:
-        """The share of the time that the floor explains: 1 is perfect."""
+        """Floor over time: 1 is optimal."""
         return self.floor / self.time.median if self.floor and self.time and self.time.median else None
 
 
 def check(work: Work) -> None:
-    """One call, and one of each baseline, each against the reference. Raises WrongResult."""
+    """Check one call, and one of each baseline, against the reference.
+
+    Raises:
+        WrongResult: one differs.
+    """
     restore = work.restore or (lambda: None)
     restore()
     work.call()
@@ -124,13 +132,14 @@ def check(work: Work) -> None:
 
 
 def measure(case: Case, params: Params, device: torch.device, ceilings: Ceilings) -> Result:
+    """Check and time a case at one size."""
     shape: dict[str, Any] = {"op": case.op, "params": params, "device": str(device)}
     try:
         first = case.make(device, params)
         check(first)
     except WrongResult as error:
         return Result(**shape, error=str(error))
-    except ValueError as error:  # the op has no such size, and says so
+    except ValueError as error:  # the op refuses the size
         return Result(**shape, skipped=str(error))
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -144,11 +153,12 @@ def measure(case: Case, params: Params, device: torch.device, ceilings: Ceilings
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """torch's own class on a GPU; on a CPU it says it in words."""
+    """Return whether memory ran out. On a CPU torch says so only in the message."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def on_gpu(case: Case, params: Params, device: torch.device, first: Work) -> dict[str, Any]:
+    """Time a case on a GPU; return fields of its result."""
     works, cold = input_sets(case, params, device, first)
     restores = [work.restore for work in works if work.restore is not None] or None
     return {
@@ -162,10 +172,10 @@ def on_gpu(case: Case, params: Params, device: torch.device, first: Work) -> dic
 
 
 def input_sets(case: Case, params: Params, device: torch.device, first: Work) -> tuple[list[Work], bool]:
-    """Enough input sets that rotating through them leaves nothing of one in the L2 cache, and whether it is so.
+    """Return enough input sets that rotating through them evicts each from the L2 cache, and whether they are enough.
 
-    Inputs too small for that, even MAX_INPUT_SETS of them, are measured in a single set: warm, as in a round, where
-    the kernel before has just written them.
+    Inputs of which MAX_INPUT_SETS would still fit into the cache are measured in a single set: warm, as in a round,
+    where the previous kernel has just written them.
     """
     cache = 2 * torch.cuda.get_device_properties(device).L2_cache_size
     sets = -(-cache // max(first.bytes_moved, 1))
@@ -179,6 +189,7 @@ def input_sets(case: Case, params: Params, device: torch.device, first: Work) ->
 
 
 def on_cpu(work: Work) -> dict[str, Any]:
+    """Time a case on a CPU; return fields of its result."""
     if work.restore is not None:
         return {"time": cpu_time([work.call], restores=[work.restore])[0]}
     ours, *theirs = cpu_time([work.call, *(other.call for other in work.others)])

@@ -1,4 +1,4 @@
-"""Dense weights stored in fewer bits, as published checkpoints have them: nothing is trained."""
+"""Dense weights quantized to the formats of published checkpoints, without training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec_kernels.models.weights.formats import of_blocks
 
 
 def fp8_blocks(weight: Tensor) -> QuantizedWeight:
-    """A scale for each block of 128 by 128 numbers, activations rounded by groups of 128: as Qwen3-8B-FP8."""
+    """Quantize with a scale for each block of 128 x 128, activations by groups of 128: as Qwen3-8B-FP8."""
     outs, ins = weight.shape
     padded = functional.pad(weight.float(), (0, -ins % GROUP, 0, -outs % GROUP))
     scales = padded.unflatten(0, (-1, GROUP)).unflatten(2, (-1, GROUP)).abs().amax((1, 3)) / LARGEST
@@ -25,13 +25,13 @@ def fp8_blocks(weight: Tensor) -> QuantizedWeight:
 
 
 def fp8_rows(weight: Tensor) -> QuantizedWeight:
-    """A scale for each row, and one for each row of activations: as compressed-tensors' FP8-dynamic."""
+    """Quantize with a scale for each row, and one for each row of activations: as compressed-tensors' FP8-dynamic."""
     scales = weight.float().abs().amax(1, keepdim=True) / LARGEST
     return Fp8Weight((weight.float() / scales).to(FP8), scales, "token")
 
 
 def int4(weight: Tensor) -> QuantizedWeight:
-    """Groups of 128 columns, whose zero is 8 and whose scale is a number of 16 bits."""
+    """Quantize groups of 128 columns, with zero point 8 and a 16-bit scale."""
     grouped = weight.float().unflatten(1, (-1, min(GROUP, weight.shape[1])))
     scales = (grouped.abs().amax(-1) / 7).to(torch.bfloat16).float()
     numbers = ((grouped / scales[..., None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
@@ -42,10 +42,10 @@ STORED: dict[str, Callable[[Tensor], QuantizedWeight]] = {"fp8": fp8_blocks, "fp
 
 
 def stored_experts(gate_up: Tensor, down: Tensor, kind: str) -> QuantizedExperts:
-    """Of weights [experts, out, in], gates before ups.
+    """Quantize experts' weights [experts, out, in], gates before ups.
 
     Raises:
-        ValueError: another kind than one of 8 bits.
+        ValueError: a kind that is not FP8.
     """
     experts = QuantizedExperts(len(down))
     for number in range(len(down)):
@@ -59,10 +59,10 @@ def stored_experts(gate_up: Tensor, down: Tensor, kind: str) -> QuantizedExperts
 
 @torch.no_grad()
 def store_layers(model: Any, kind: str) -> None:
-    """Stores the projections and experts of all layers so, where those of a checkpoint are put; not the head.
+    """Quantize the projections and experts of all layers in place, as if loaded from a checkpoint; not the head.
 
     Raises:
-        ValueError: experts, which are stored in 8 bits alone.
+        ValueError: experts in a kind that is not FP8.
     """
     layers: nn.Module = model.get_decoder().layers
     for path, module in list(layers.named_modules()):

@@ -13,13 +13,13 @@ import torch
 Call = Callable[[], object]
 
 CALLS_PER_GRAPH = 20
-REPLAYS = 40  # medians are of at least 30
-SLOW_SECONDS = 1e-3  # a call beside which the launch of a graph is nothing
+REPLAYS = 40  # a median needs at least 30
+SLOW_SECONDS = 1e-3  # the launch of a graph is negligible for slower calls
 ROUND_SECONDS = 2e-3
-MAX_SECONDS = 2.0  # of host timing; a slow op gets fewer rounds, never fewer than MIN_ROUNDS
+MAX_SECONDS = 2.0  # of host timing; a slow op runs fewer rounds, at least MIN_ROUNDS
 MIN_ROUNDS, MAX_ROUNDS = 5, 40
-MAX_CALLS = 10_000  # a round
-MAX_LAUNCHES = 200  # a round of calls that launch: well below the depth of a GPU's queue, where a launch would wait
+MAX_CALLS = 10_000  # per round
+MAX_LAUNCHES = 200  # per round of calls that launch: well below the depth of a GPU's queue, where a launch waits
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,17 @@ class Times:
 
 
 def times_of(samples: Sequence[float]) -> Times:
+    """Return statistics of samples."""
     ordered = sorted(samples)
     return Times(ordered[0], median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 9 // 10)])
 
 
 def gpu_time(calls: Sequence[Call], restores: Sequence[Call] | None = None) -> Times:
-    """Time per call on the GPU of the calls, each on its own inputs, captured into one CUDA graph.
+    """Measure the time per call on the GPU, with calls on different inputs captured into one CUDA graph.
 
-    About CALLS_PER_GRAPH calls a graph, so that the launch of the graph itself does not count; of a slow call, one.
-    With `restores`, which put back what a call changed, each call is preceded by its restore, and the time of a graph
-    of the restores alone is taken off; best and p90 are then approximate.
+    A graph has about CALLS_PER_GRAPH calls, so that its launch is negligible, or one slow call. With `restores`, which
+    undo what a call changes, each call is preceded by its restore, and the time of a graph of the restores alone is
+    subtracted; best and p90 are then approximate.
     """
     repeats = 1 if is_slow(calls[0]) else max(1, CALLS_PER_GRAPH // len(calls))
     n = repeats * len(calls)
@@ -53,7 +54,8 @@ def gpu_time(calls: Sequence[Call], restores: Sequence[Call] | None = None) -> T
 
 
 def is_slow(call: Call) -> bool:
-    call()  # loads, or even compiles
+    """Return whether a call takes longer than SLOW_SECONDS."""
+    call()  # loads or compiles kernels
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -62,10 +64,11 @@ def is_slow(call: Call) -> bool:
 
 
 def replay_seconds(calls: Sequence[Call]) -> list[float]:
+    """Capture calls into a CUDA graph and return the seconds of each of REPLAYS replays."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:  # loads lazily loaded kernels outside the capture
+        for call in calls:  # load kernels outside the capture
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -86,16 +89,17 @@ def replay_seconds(calls: Sequence[Call]) -> list[float]:
 
 
 def new_event() -> torch.cuda.Event:
+    """Return an event for timing."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def cpu_time(
     calls: Sequence[Call], after_round: Call | None = None, restores: Sequence[Call] | None = None
 ) -> list[Times]:
-    """Wall time per call of each of `calls`, in interleaved rounds, so that a slow spell of the machine hits them all.
+    """Measure the wall time per call of each of `calls`, in interleaved rounds, so that other load affects them alike.
 
-    `after_round` runs outside the clock, to drain the queue of a GPU. With `restores`, one call is timed at a time
-    with its restore before it, outside the clock.
+    `after_round` runs outside the clock, to drain the queue of a GPU. With `restores`, each call is timed alone, after
+    its restore, which is outside the clock.
     """
     most = MAX_CALLS if after_round is None else MAX_LAUNCHES
     counts = [1 if restores is not None else calls_per_round(call, most) for call in calls]
@@ -117,6 +121,7 @@ def cpu_time(
 
 
 def calls_per_round(call: Call, most: int) -> int:
+    """Return how many calls take ROUND_SECONDS, at most `most`."""
     call()
     start = time.perf_counter()
     call()

@@ -1,12 +1,11 @@
 """Draw README's chart: decode throughput of each engine at its best setting, from the records of one machine.
 
-python -m specdec_kernels.bench.report.headline [bench/results [docs/headline.svg]]
+specdec bench headline [bench/results [docs/headline.svg]]
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,3 @@ def main(arguments: list[str]) -> None:
     results, target = (Path(path) for path in [*arguments, *paths[len(arguments) :]])
     runs = [json.loads(path.read_text()) for path in sorted(results.glob(RECORDS))]
     plot_headline(runs, target)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

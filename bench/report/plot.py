@@ -1,31 +1,26 @@
-"""Pictures of a run: the times of an op against its sizes. Also of a recorded one:
-
-python -m specdec_kernels.bench.report.plot bench/results/<name>.json <name>.png
-"""
+"""Plots of a record: the times of ops against their sizes, and the throughput of engines against the batch size."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specdec_kernels.cli.bench import names_of_others, text_of
+from .tables import baseline_names, params_text, steps_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLUMNS = 2
-MARKERS = "sD^vPX"  # of the others, in their order
-MOST_LINES = 8  # of a panel
+MARKERS = "sD^vPX"  # one for each baseline
+MOST_LINES = 8  # per panel
 
 Results = list[dict[str, Any]]
 
 
 def plot(run: dict[str, Any], file: str | Path) -> None:
-    """Draws a run as `record` returns it: a panel for each op and each of its parameters that varies in numbers."""
+    """Draw a record: a panel for each op and each of its numeric parameters that varies."""
     from matplotlib.figure import Figure
 
     ops = [r for r in run["results"] if "call" not in r["params"] and not r["error"] and not r.get("skipped")]
@@ -47,7 +42,7 @@ def plot(run: dict[str, Any], file: str | Path) -> None:
 
 
 def plot_rates(run: dict[str, Any], file: str | Path) -> None:
-    """Tokens a second alone, of a run of whole engines."""
+    """Draw the throughput of a record of engines alone."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -56,19 +51,20 @@ def plot_rates(run: dict[str, Any], file: str | Path) -> None:
 
 
 def save(figure: Figure, run: dict[str, Any], file: str | Path) -> None:
+    """Write the figure, with machine, version and date as its title."""
     from matplotlib import rc_context
 
     figure.suptitle(f"{run['machine']['name']}, specdec_kernels {run['specdec_kernels']['version']}, {run['date']}")
-    # Letters as text, and nothing that differs between two drawings of one run.
+    # Text as text, and reproducible: two plots of one record are the same bytes.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "specdec_kernels"}):
         figure.savefig(file, dpi=120, metadata={"Date": None} if str(file).endswith(".svg") else None)
 
 
 def draw_rates(axes: Axes, results: Results) -> None:
-    """Tokens a second of whole engines against the batch size."""
+    """Draw tokens per second against the batch size, a line per engine and algorithm."""
     lines: dict[str, Results] = {}
     for r in results:
-        lines.setdefault(name_of(r["params"]), []).append(r)
+        lines.setdefault(series_name(r["params"]), []).append(r)
     for name, line in lines.items():
         line = sorted(line, key=lambda r: r["params"]["batch"])
         axes.plot(
@@ -84,24 +80,25 @@ def draw_rates(axes: Axes, results: Results) -> None:
     axes.minorticks_off()
     fixed = {k: results[0]["params"][k] for k in ("shape", "input", "output") if k in results[0]["params"]}
     accepts = {str(r["params"]["accept"]) for r in results if r["params"]["num_steps"]}
-    axes.set_title("tokens a second", loc="left")
+    axes.set_title("tokens per second", loc="left")
     axes.set_title(
-        text_of(fixed | ({"accept": ", ".join(sorted(accepts))} if accepts else {})), loc="right", fontsize="x-small"
+        params_text(fixed | ({"accept": ", ".join(sorted(accepts))} if accepts else {})),
+        loc="right",
+        fontsize="x-small",
     )
     axes.set_xlabel("batch")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
-def name_of(params: dict[str, Any]) -> str:
-    """Of an engine's line: who drafts how."""
-    steps = f" ({params['num_steps']}, {params['topk']}, {params['nodes']})" if params["num_steps"] else ""
+def series_name(params: dict[str, Any]) -> str:
+    """Return the name of a line: engine, algorithm and its sizes."""
     adaptive = ", adaptive" if params.get("adaptive") and params["algorithm"] != "adaptive" else ""
-    return " ".join(filter(None, [params.get("engine"), params["algorithm"] + steps + adaptive]))
+    return " ".join(filter(None, [params.get("engine"), steps_text(params) + adaptive]))
 
 
 def panels_of(results: Results) -> list[tuple[str, Results]]:
-    """One op's results by the parameter they are drawn against: the first that varies, then those that show more."""
+    """Group one op's results by x axis: the first parameter that varies, then those that show further results."""
     panels, shown = [], []
     for parameter, value in results[0]["params"].items():
         if isinstance(value, str):
@@ -110,7 +107,7 @@ def panels_of(results: Results) -> list[tuple[str, Results]]:
         if any(r not in shown for r in varied):
             panels.append((parameter, varied))
             shown += varied
-    rest = [r for r in results if r not in shown]  # sizes that differ in words alone, or a single one
+    rest = [r for r in results if r not in shown]  # sizes that differ in words alone, or a single size
     if not panels:
         return [(next(iter(results[0]["params"])), rest)]
     parameter, varied = panels[0]
@@ -119,7 +116,7 @@ def panels_of(results: Results) -> list[tuple[str, Results]]:
 
 
 def parted(parameter: str, results: Results) -> list[tuple[str, Results]]:
-    """A panel, or where it would have too many lines, one for each value of the first other parameter that varies."""
+    """Split a panel with too many lines into one for each value of the first other parameter that varies."""
     if len(lines_of(results, parameter)) <= MOST_LINES:
         return [(parameter, results)]
     names = [name for name in results[0]["params"] if name != parameter]
@@ -129,20 +126,20 @@ def parted(parameter: str, results: Results) -> list[tuple[str, Results]]:
 
 
 def lines_of(results: Results, parameter: str) -> dict[str, Results]:
-    """Results that differ in `parameter` alone, under the text of their other parameters."""
+    """Group results that differ in `parameter` alone, by the text of their other parameters."""
     lines: dict[str, Results] = {}
     for r in results:
-        lines.setdefault(text_of({k: v for k, v in r["params"].items() if k != parameter}), []).append(r)
+        lines.setdefault(params_text({k: v for k, v in r["params"].items() if k != parameter}), []).append(r)
     return lines
 
 
 def draw(axes: Axes, parameter: str, results: Results) -> None:
-    """Our times as lines, the floor dashed and the others dotted in the same colour."""
-    others = names_of_others(results)
+    """Draw our times as lines, and in the same color the floor dashed and the baselines dotted."""
+    baselines = baseline_names(results)
     fixed = {k: v for k, v in results[0]["params"].items() if all(r["params"][k] == v for r in results)}
     for i, line in enumerate(lines_of(results, parameter).values()):
         color = f"C{i % 10}"
-        label = text_of({k: v for k, v in line[0]["params"].items() if k not in fixed and k != parameter})
+        label = params_text({k: v for k, v in line[0]["params"].items() if k not in fixed and k != parameter})
 
         def points(
             time_of: Callable[[dict[str, Any]], float | None], line: Results = line
@@ -152,13 +149,13 @@ def draw(axes: Axes, parameter: str, results: Results) -> None:
 
         axes.plot(*points(lambda r: r["time_us"]), color=color, marker="o", label=label or "specdec_kernels")
         axes.plot(*points(lambda r: r["floor_us"]), color=color, linestyle="--", linewidth=1)
-        for name, marker in zip(others, MARKERS, strict=False):
+        for name, marker in zip(baselines, MARKERS, strict=False):
             axes.plot(
                 *points(lambda r, name=name: r["baselines"].get(name)),
                 color=color, marker=marker, linestyle=":", linewidth=0.8, markersize=5, alpha=0.6,
             )  # fmt: skip
     axes.plot([], [], color="gray", linestyle="--", label="floor")
-    for name, marker in zip(others, MARKERS, strict=False):
+    for name, marker in zip(baselines, MARKERS, strict=False):
         axes.plot([], [], color="gray", marker=marker, linestyle=":", label=name)
 
     values = sorted({r["params"][parameter] for r in results})
@@ -168,17 +165,8 @@ def draw(axes: Axes, parameter: str, results: Results) -> None:
         axes.minorticks_off()
     axes.set_yscale("log")
     axes.set_title(results[0]["op"], loc="left")
-    axes.set_title(text_of({k: v for k, v in fixed.items() if k != parameter}), loc="right", fontsize="x-small")
+    axes.set_title(params_text({k: v for k, v in fixed.items() if k != parameter}), loc="right", fontsize="x-small")
     axes.set_xlabel(parameter)
     axes.set_ylabel("time, us")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-
-
-def main(arguments: Sequence[str]) -> None:
-    record, picture = arguments
-    plot(json.loads(Path(record).read_text()), picture)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

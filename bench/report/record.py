@@ -1,8 +1,9 @@
-"""A run as JSON: what ran where and when, the ceilings, one object per line of the table. Times in microseconds."""
+"""Records of runs as JSON: machine, versions, ceilings, and one object per result. Times are in microseconds."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -12,14 +13,18 @@ from typing import Any
 import torch
 
 import specdec_kernels as sd
-from specdec_kernels.cli.bench import SCHEMA
-from specdec_kernels.cli.info import driver_version
+from specdec_kernels.driver import driver_version
 
 from ..ops.ceilings import Ceilings
 from ..ops.harness import Result
 
+SCHEMA = 2  # of a record; bench/results/README.md describes it
+# Names in earlier records, and today's.
+RENAMED_PARAMS = {"taken": "top_k"}
+
 
 def record(results: list[Result], device: torch.device, ceilings: Ceilings | None, command: str) -> dict[str, Any]:
+    """Return the record of a run."""
     return {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -43,7 +48,32 @@ def record(results: list[Result], device: torch.device, ceilings: Ceilings | Non
     }
 
 
+def read_record(file: str | Path) -> dict[str, Any]:
+    """Read a record, with today's names of parameters.
+
+    Raises:
+        OSError, ValueError: the file is no record.
+    """
+    try:
+        run = json.loads(Path(file).read_text())
+    except OSError as error:
+        raise OSError(f"{file} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON, expected a run that --json wrote") from error
+    if not isinstance(run, dict) or run.get("schema") != SCHEMA:
+        raise ValueError(f"{file} is no run of schema {SCHEMA}, expected one that --json wrote")
+    for result in run["results"]:
+        result["params"] = {RENAMED_PARAMS.get(name, name): value for name, value in result["params"].items()}
+    return run
+
+
+def write_record(run: dict[str, Any], file: str | Path) -> None:
+    """Write a record as JSON."""
+    Path(file).write_text(json.dumps(run, indent=1) + "\n")
+
+
 def line(r: Result) -> dict[str, Any]:
+    """Return a result as JSON."""
     return {
         "op": r.op,
         "params": r.params,
@@ -62,16 +92,17 @@ def line(r: Result) -> dict[str, Any]:
 
 
 def micro(seconds: float | None) -> float | None:
+    """Return microseconds."""
     return None if seconds is None else round(seconds * 1e6, 4)
 
 
 def commit() -> str | None:
-    """The commit of the source tree this package runs from, with a mark when files differ from it.
+    """Return the commit of the source tree that this package runs from, marked `-dirty` if files differ from it.
 
-    A wheel does not know its commit: whoever measures one says so in SPECDEC_COMMIT; else it is None.
+    A wheel does not know its commit: it is SPECDEC_COMMIT if that is set, else None.
     """
-    if told := os.environ.get("SPECDEC_COMMIT"):
-        return told
+    if given := os.environ.get("SPECDEC_COMMIT"):
+        return given
     root = Path(__file__).resolve().parents[2]
     if not (root / "csrc").is_dir():
         return None
@@ -83,6 +114,7 @@ def commit() -> str | None:
 
 
 def cpu_name() -> str:
+    """Return the model name of the CPU."""
     try:
         for entry in Path("/proc/cpuinfo").read_text().splitlines():
             if entry.startswith("model name"):

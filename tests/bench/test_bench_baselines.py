@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import specdec_kernels as sd
-from specdec_kernels.bench.ops import baselines as peers
+from specdec_kernels.bench.ops import baselines
 from specdec_kernels.bench.ops.baselines import sglang
 from specdec_kernels.bench.ops.cases import CASES
 from specdec_kernels.bench.ops.check import WrongResult
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def walk_links(
     predicts: Tensor, index: Tensor, count: Tensor, candidates: Tensor, links: list[Tensor], chosen: Tensor
 ) -> None:
-    """What verify_tree_greedy does: along the chosen tokens, through flat rows."""
+    """Emulate verify_tree_greedy: walk along the chosen tokens, through flat rows."""
     rows, next_token, next_sibling = links
     for b in range(len(candidates)):
         last = int(rows[b, 0])
@@ -58,7 +58,7 @@ def build(
     parents: Tensor, chosen: Tensor, lens: Tensor, mask: Tensor, positions: Tensor, rows: Tensor, next_token: Tensor,
     next_sibling: Tensor, k: int, depth: int, nodes: int, mode: int,
 ) -> None:  # fmt: skip
-    """What build_tree_kernel_efficient does with the smallest mask, node by node."""
+    """Emulate build_tree_kernel_efficient with the smallest mask, node by node."""
     assert mode == 1 and parents.shape[1] == k * (depth - 1) + 1
     assert (next_token == -1).all() and (next_sibling == -1).all()
     batch = len(chosen)
@@ -140,7 +140,7 @@ def xqa(
     q: Tensor, pools: tuple[Tensor, Tensor], workspace: Tensor, table: Tensor, lens: Tensor, max_len: int, *,
     bmm1_scale: float, kv_layout: str, q_len_per_req: int, mask: Tensor,
 ) -> Tensor:  # fmt: skip
-    """A mask of 16-bit words over the tree alone."""
+    """Check a mask of 16-bit words over the tree alone."""
     assert kv_layout == "NHD" and not workspace.any() and lens.dtype == torch.uint32 and mask.dtype == torch.uint16
     assert mask.shape[2] == -(-q_len_per_req // 32) * 2
     out, n, node = torch.empty_like(q), q_len_per_req, torch.arange(q_len_per_req)
@@ -194,7 +194,7 @@ STAND_INS = {
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sglang, peers.flashinfer, peers.flash_attention):
+    for module in (sglang, baselines.flashinfer, baselines.flash_attention):
         monkeypatch.setattr(module, "module", lambda name, _device: STAND_INS[name])
 
 
@@ -204,7 +204,7 @@ def verify_work(sampling: str) -> Work:
 
 
 def test_there_are_none_without_a_gpu() -> None:
-    assert peers.module("torch", CPU) is None
+    assert baselines.module("torch", CPU) is None
     assert [other.name for other in verify_work("greedy").others] == ["torch"]
     assert not verify_work("top_p").others
 
@@ -259,7 +259,7 @@ def test_tree_attention(nodes: int, page_size: int, kv: str, others: int, stand_
     params = {"batch": 3, "prefix": 50, "nodes": nodes, "page_size": page_size, "lengths": "uneven", "kv": kv}
     work = CASES["tree_attention"].make(CPU, params | {"dtype": "bfloat16", "max_len": 0})
     check(work)
-    assert len(work.peers) == others
+    assert len(work.packages) == others
 
 
 def test_a_peer_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,5 +267,5 @@ def test_a_peer_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> No
         raise RuntimeError("no such page size")
 
     works = Baseline("works", lambda: None, lambda _: None)
-    assert peers.that_run(works, Baseline("fails", fail, lambda _: None)) == [works]
+    assert baselines.that_run(works, Baseline("fails", fail, lambda _: None)) == [works]
     assert capsys.readouterr().err == "specdec bench: fails is left out: RuntimeError: no such page size\n"

@@ -1,4 +1,4 @@
-"""Engines side by side: checkpoints in published formats, a process each, texts compared, one record."""
+"""`specdec bench engines`: checkpoints in published formats, a process for each engine, checked texts, one record."""
 
 from __future__ import annotations
 
@@ -15,22 +15,32 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdec_kernels import cli
+from specdec_kernels.cli.bench.engines import comparison_of
 from specdec_kernels.synthetic.acceptance import PublishedAcceptance
-from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm, plant_eagle3
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
 from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
 engine_comparison = pytest.importorskip(
-    "specdec_kernels.bench.compare.engine_comparison", reason="bench/ is not beside the package here"
+    "specdec_kernels.bench.compare.engine_comparison", reason="the package has no bench/"
 )
 
 CPU = torch.device("cpu")
 TINY = ["--shape", "tiny", "--device", "cpu", "--input", "20", "--output", "70", "--short", "10", "--repeats", "1"]
 
 
-def test_ours_on_the_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, file = tmp_path / "planted", tmp_path / "run.json"
+def bench_engines(*options: str) -> int:
+    return cli.main(["bench", "engines", *TINY, *options])
+
+
+def comparison(*options: str) -> Any:
+    return comparison_of(cli.make_parser().parse_args(["bench", "engines", *TINY, *options]), CPU)
+
+
+def test_bench_engines_measures_ours_and_reuses_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "checkpoints", tmp_path / "run.json"
     options = ["--acceptance", "math", "--batch", "2", "--algorithm", "plain,chain", "--engines", "ours,sglang,vllm"]
-    assert engine_comparison.main([*TINY, *options, "--out", str(out), "--json", str(file)]) == 0
+    assert bench_engines(*options, "--out", str(out), "--json", str(file)) == 0
     captured = capsys.readouterr()
     assert "tiny float32, accept math eagle3, 20 tokens in, 70 out" in captured.out
     run = json.loads(file.read_text())
@@ -39,27 +49,25 @@ def test_ours_on_the_tiny_shape(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert plain["params"]["algorithm"] == "plain" and plain["facts"]["accept_length"] == 1.0
     assert chain["error"] is None and chain["facts"]["tokens_per_second"] > 0
     assert 2.5 < chain["facts"]["accept_length"] < 5.5  # published: 3.9 of five drafts; here of four requests
-    # The same options find what was planted; others plant anew.
-    planted = (out / "head/model.safetensors").stat().st_mtime_ns
-    args = engine_comparison.make_parser().parse_args([*TINY, "--acceptance", "math", "--out", str(out)])
-    engine_comparison.plant(args, CPU)
-    assert (out / "head/model.safetensors").stat().st_mtime_ns == planted
-    args.acceptance = "chat"
-    engine_comparison.plant(args, CPU)
-    assert (out / "head/model.safetensors").stat().st_mtime_ns != planted
+    # The same options reuse the checkpoints; others write new ones.
+    written = (out / "head/model.safetensors").stat().st_mtime_ns
+    engine_comparison.write_checkpoints(comparison("--acceptance", "math", "--out", str(out)))
+    assert (out / "head/model.safetensors").stat().st_mtime_ns == written
+    engine_comparison.write_checkpoints(comparison("--acceptance", "chat", "--out", str(out)))
+    assert (out / "head/model.safetensors").stat().st_mtime_ns != written
 
 
-def test_a_shape_of_fewer_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, file = tmp_path / "planted", tmp_path / "run.json"
+def test_bench_engines_takes_fewer_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, file = tmp_path / "checkpoints", tmp_path / "run.json"
     options = ["--layers", "2", "--batch", "1", "--algorithm", "plain", "--engines", "ours"]
-    assert engine_comparison.main([*TINY, *options, "--out", str(out), "--json", str(file)]) == 0
+    assert bench_engines(*options, "--out", str(out), "--json", str(file)) == 0
     assert "tiny of 2 layers float32, accept code eagle3" in capsys.readouterr().out
     assert json.loads((out / "target/config.json").read_text())["num_hidden_layers"] == 2
     assert json.loads(file.read_text())["results"][0]["params"]["layers"] == 2
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_an_engine_with_the_plugin_needs_both(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_installed_needs_engine_and_plugin(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
     (tmp_path / engine).mkdir()
     (tmp_path / engine / "__init__.py").touch()
@@ -76,14 +84,14 @@ def test_an_engine_with_the_plugin_needs_both(engine: str, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm_plugin"])
-def test_vllm_runs_chains(engine: str) -> None:
+def test_can_run_gives_vllm_chains_only(engine: str) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
     runs = [name for name, algorithm in engines.ALGORITHMS.items() if engines.can_run(engine, algorithm)]
     assert runs == ["plain", "chain", "ngram"]
 
 
-def test_what_vllm_is_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plugin is out of the plain row, and attends for target and drafts in the other."""
+def test_vllm_runner_passes_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin is off for `vllm`, and attends for target and drafts for `vllm_plugin`."""
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
     started: list[dict[str, Any]] = []
     stub = types.ModuleType("vllm")
@@ -110,8 +118,8 @@ def test_what_vllm_is_started_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(importlib.import_module(module), cls)
 
 
-def test_vllms_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of EAGLE-3 it counts rounds; rounds of n-grams that found no draft are told by what was accepted."""
+def test_vllm_runner_counts_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EAGLE-3 rounds are counted; n-gram rounds without drafts are computed from accepted tokens."""
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
     stub, counters = types.ModuleType("vllm"), {"drafts": 0, "accepted_tokens": 0}
 
@@ -140,7 +148,7 @@ def test_vllms_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name, ngram", [("sglang", "NGRAM"), ("sglang_fa3", "NGRAM"), ("sglang_plugin", "SPECDEC_NGRAM")]
 )
-def test_what_sglang_is_started_with(name: str, ngram: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_runner_passes_options(name: str, ngram: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
     started: list[dict[str, Any]] = []
     stub = types.ModuleType("sglang")
@@ -161,10 +169,10 @@ def test_what_sglang_is_started_with(name: str, ngram: str, monkeypatch: pytest.
         assert started[-1]["max_running_requests"] == 5  # one that is read in chunks counts twice
 
 
-def test_ngrams_are_found_in_prompts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_engines_drafts_ngrams_from_prompts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.json"
     options = ["--batch", "2", "--algorithm", "plain,ngram", "--engines", "ours"]
-    assert engine_comparison.main([*TINY, *options, "--input", "70", "--out", str(tmp_path), "--json", str(file)]) == 0
+    assert bench_engines(*options, "--input", "70", "--out", str(tmp_path), "--json", str(file)) == 0
     assert "accept code eagle3, quotes of 4 to 24, 70 tokens in" in capsys.readouterr().out
     plain, ngram = json.loads(file.read_text())["results"]
     assert plain["error"] is None and ngram["error"] is None
@@ -176,9 +184,9 @@ def test_ngrams_are_found_in_prompts_alone(tmp_path: Path, capsys: pytest.Captur
     assert "accept=code eagle3, quotes of 4 to 24 " in report and "| ngram (11, 1, 12) | 2 | " in report
 
 
-def test_prompts_quote_what_is_written() -> None:
+def test_quoting_prompts_quote_the_answer() -> None:
     config = shape_config("tiny")
-    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
     piece = text.other_tokens(100, 8 + 60)
     for length in (5, 8, 40, 100, 300):
         request = engine_comparison.quoting(text, piece, length)
@@ -192,11 +200,11 @@ def test_prompts_quote_what_is_written() -> None:
     assert engine_comparison.quoting(text, piece, 90) == engine_comparison.quoting(text, piece, 90)
 
 
-def test_no_piece_is_written_twice() -> None:
+def test_runs_of_batches_use_no_ngram_text_twice() -> None:
     config = shape_config("tiny")
-    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
-    args = engine_comparison.make_parser().parse_args([*TINY, "--batch", "1,2", "--output", "20", "--out", "x"])
-    batches = engine_comparison.runs_of_batches(args, text, "ngram")
+    text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
+    sizes = comparison("--batch", "1,2", "--output", "20", "--out", "x")
+    batches = engine_comparison.runs_of_batches(sizes, text, "ngram")
     assert [len(runs) for runs in batches] == [3, 3]
     assert [[len(waves) for waves in runs] for runs in batches] == [[4] * 3, [2] * 3]
     answers = [request.answer for runs in batches for waves in runs[1:] for wave in waves for request in wave]
@@ -206,21 +214,23 @@ def test_no_piece_is_written_twice() -> None:
     assert not {token for answer in first for token in answer} & set(text.other_order.tolist())
     tokens = [token for answer in answers for token in answer]
     assert len(tokens) == len(set(tokens))
-    chains = engine_comparison.runs_of_batches(args, text, "chain")
+    chains = engine_comparison.runs_of_batches(sizes, text, "chain")
     assert chains[0][0] is chains[0][2] and len(chains[0]) == 3  # the same texts, since nothing is looked up
 
 
-def test_an_engine_that_takes_too_long_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_engines_names_an_engine_that_exceeds_the_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--batch", "1", "--algorithm", "plain", "--engines", "ours", "--limit", "0.05"]
-    assert engine_comparison.main([*TINY, *options, "--out", str(tmp_path), "--json", str(tmp_path / "run.json")]) == 2
+    assert bench_engines(*options, "--out", str(tmp_path), "--json", str(tmp_path / "run.json")) == 2
     assert "engines: ours plain took more than 0.05 s" in capsys.readouterr().err
     (result,) = json.loads((tmp_path / "run.json").read_text())["results"]
     assert result["skipped"] == "ours took more than 0.05 s" and "facts" not in result
 
 
-def test_a_text_that_strays_is_wrong() -> None:
+def test_result_of_a_wrong_text_is_an_error() -> None:
     config = shape_config("tiny")
-    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
     params = {"batch": 4, "input": 5, "output": 8, "short": 2}
     (wave,) = engine_comparison.starts_of(text, 4)
     answers = [text.tokens(at + 5, 8) for at in wave]
@@ -233,14 +243,14 @@ def test_a_text_that_strays_is_wrong() -> None:
     assert right.facts == {"tokens_per_second": 8.0, "start_seconds": 1.5, "spread": 0.5, "accept_length": 2.0}
     line["tokens"][2][7] += 1
     wrong = engine_comparison.result_of(params, line, answers, 1.5, CPU)
-    assert wrong.error == "request 2 strays from the planted text" and not wrong.facts
+    assert wrong.error == "request 2 differs from the synthetic text" and not wrong.facts
 
 
-def test_the_head_has_the_published_format(tmp_path: Path) -> None:
+def test_write_eagle3_uses_the_published_format(tmp_path: Path) -> None:
     config = shape_config("tiny")
-    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
-    target = plant_causal_lm(config, text, device=CPU, dtype=torch.float32)
-    engine_comparison.write_eagle3(plant_eagle3(target, text, PublishedAcceptance("chat")), tmp_path)
+    text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
+    target = synthetic_causal_lm(config, text, device=CPU, dtype=torch.float32)
+    engine_comparison.write_eagle3(synthetic_eagle3(target, text, PublishedAcceptance("chat")), tmp_path)
     tensors, told = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     assert {"fc.weight", "norm.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight"} < tensors.keys()
     assert not any(name.startswith("embed_tokens") for name in tensors)
@@ -256,34 +266,36 @@ def test_the_head_has_the_published_format(tmp_path: Path) -> None:
     [
         (
             ["--algorithm", "ngram", "--batch", "1,8"],
-            "engines: ngram takes 1152 tokens of text, expected at most 1024: ask for fewer or smaller batches, a shorter "
+            "specdec bench engines: ngram takes 1152 tokens of text, expected at most 1024: ask for fewer or smaller batches, a shorter "
             "--output or fewer --repeats",
         ),
         (["--short", "70"], "--short is 70, expected less than --output 70"),
         (["--engines", "tgi"], "'tgi' is not one of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin"),
-        (["--json", "/"], "engines: --json / cannot be written, expected a file's name"),
+        (["--json", "/"], "specdec bench engines: --json / cannot be written, expected a file's name"),
         (
             ["--path", "sglang"],
             "'sglang' is not ENGINE=FOLDER, of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin",
         ),
     ],
 )
-def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+def test_bench_engines_refuses_bad_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
     try:
-        code = engine_comparison.main([*TINY, "--out", str(tmp_path), *options])
+        code = bench_engines("--out", str(tmp_path), *options)
     except SystemExit as stop:
         code = stop.code
     assert code == 2 and message in capsys.readouterr().err
 
 
-def test_where_an_engine_is_looked_for(tmp_path: Path) -> None:
+def test_is_installed_searches_folders(tmp_path: Path) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/__init__.py").write_text("")
     assert engine_comparison.is_installed("sglang", [str(tmp_path)])
     assert engine_comparison.is_installed("ours", [])
 
 
-def test_engines_that_start_together_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_turn_waits_for_other_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
     worker = importlib.import_module("specdec_kernels.bench.compare.engines.worker")
     job = engines.Job("ours", "plain", "", "", "cpu", "float32", 64, [[[[[1]] * 4]]], 2, 8, 1, str(tmp_path), 2)
@@ -302,19 +314,19 @@ def test_engines_that_start_together_take_turns(tmp_path: Path, monkeypatch: pyt
     with (tmp_path / "turn").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     ours, tree, vllm = ("ours", "plain"), ("ours", "tree"), ("vllm", "plain")
-    assert engine_comparison.runs_of(["ours", "vllm"], ["plain", "tree"], 2) == [[ours, vllm], [tree]]
-    assert engine_comparison.runs_of(["ours", "vllm"], ["plain", "tree"], 1) == [[ours], [vllm], [tree]]
+    assert engine_comparison.groups_of(["ours", "vllm"], ["plain", "tree"], 2) == [[ours, vllm], [tree]]
+    assert engine_comparison.groups_of(["ours", "vllm"], ["plain", "tree"], 1) == [[ours], [vllm], [tree]]
 
 
-def test_two_of_ours_together(tmp_path: Path) -> None:
+def test_bench_engines_runs_two_together(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     options = ["--batch", "1", "--algorithm", "plain,chain", "--engines", "ours,vllm", "--together", "2"]
-    assert engine_comparison.main([*TINY, *options, "--out", str(tmp_path), "--json", str(file)]) == 0
+    assert bench_engines(*options, "--out", str(tmp_path), "--json", str(file)) == 0
     results = json.loads(file.read_text())["results"]
     assert [r["params"]["algorithm"] for r in results if "facts" in r and not r["error"]] == ["plain", "chain"]
 
 
-def test_how_an_engine_came_here_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_installed_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
     for url, told in (
         ("file:///home/me/wheels/engine-1.0%2Bcu13-py3-none-any.whl", "engine-1.0+cu13-py3-none-any.whl"),

@@ -1,4 +1,4 @@
-"""The replay of text against the n-gram index: what it counts, and the files it reads."""
+"""`specdec bench ngram-replay`: what it counts, and the files it reads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from specdec_kernels import cli
+
 np = pytest.importorskip("numpy")
 replay: Any = import_module("specdec_kernels.bench.engine.ngram_replay")
 
 
-def test_counts_what_verification_would_accept() -> None:
+def test_replay_counts_tokens_that_verification_accepts() -> None:
     index = replay.Index(2, 1000, {})
     index.learn([1, 2, 3, 4, 5, 6, 7, 8])
     score = replay.replay(index, [([9, 1], [2, 3, 4, 40, 5, 6, 7, 8])])
@@ -28,7 +30,7 @@ def test_accepted_length_walks_the_branches() -> None:
     assert replay.accepted_length(tokens[:3], parents[:3], [2, 5]) == 1
 
 
-def test_files(tmp_path: Path) -> None:
+def test_read_documents_of_tokens_and_text(tmp_path: Path) -> None:
     want = [[1, 2, 3], [4], [], [5, 6]]
     tokens = np.array([1, 2, 3, -1, 4, -1, -1, 5, 6], np.int64)
     np.save(tmp_path / "a.npy", tokens)
@@ -39,19 +41,16 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "text" / "b.py").write_text("def f():\n    return 12\n")
     (tmp_path / "text" / "c.py").write_text("def f():")
     first, second = replay.read_documents(tmp_path / "text", ".py")
-    assert second == first[: len(second)] and 0 not in first  # 0 is what a peer fills its trees with
+    assert second == first[: len(second)] and 0 not in first  # 0 fills the trees of another package
 
 
-def test_scores_of_a_text_that_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_accepts_drafts_of_a_repeated_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     phrase = np.random.default_rng(0).integers(0, 99, 50)
     np.save(tmp_path / "a.npy", np.concatenate([np.append(np.tile(phrase, 8), -1) for _ in range(6)]))
     arguments = [tmp_path / "a.npy", "--requests", 2, "--drafts", "4,8", "--warm", "1e3", "--json", tmp_path / "out"]
-    assert replay.main([str(a) for a in arguments]) == 0
+    assert cli.main(["bench", "ngram-replay", *map(str, arguments)]) == 0
     run = json.loads((tmp_path / "out").read_text())
-    assert (
-        run["command"]
-        == "python -m specdec_kernels.bench.engine.ngram_replay a.npy --requests 2 --drafts 4,8 --warm 1e3 --json out"
-    )
+    assert run["command"] == "specdec bench ngram-replay a.npy --requests 2 --drafts 4,8 --warm 1e3 --json out"
     params = [result["params"] for result in run["results"]]
     assert all(p["drafter"] == "index" and p["text"] == "a" for p in params)
     assert [(p["workload"], p["drafts"]) for p in params] == [
@@ -62,14 +61,14 @@ def test_scores_of_a_text_that_repeats(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines()[0] == "6 documents, 2400 tokens; the last 2 are requests"
 
 
-def test_nothing_to_replay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_refuses_a_text_without_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("short")
-    assert replay.main([str(tmp_path / "a.txt")]) == 2
+    assert cli.main(["bench", "ngram-replay", str(tmp_path / "a.txt")]) == 2
     assert "has no document of 32 tokens or more" in capsys.readouterr().err
 
 
 class Canned:
-    """A peer's package that drafts what it was told."""
+    """A package that drafts what the test sets."""
 
     def __init__(self, **answers: Any) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -79,11 +78,11 @@ class Canned:
         return lambda *arguments, **options: self.calls.append((name, arguments)) or self._answers.get(name)
 
 
-def test_peers_are_fed_as_their_engines_do() -> None:
-    peers: Any = import_module("specdec_kernels.bench.ops.baselines.ngram")
+def test_replay_calls_other_drafters_as_their_engines_do() -> None:
+    baselines: Any = import_module("specdec_kernels.bench.ops.baselines.ngram")
     found = SimpleNamespace(token_ids=[4, 5, 6], parents=[-1, 0, -1])
     cache = Canned(speculate=found)
-    trees = peers.SuffixTrees(SimpleNamespace(SuffixDecodingCache=lambda **_: cache), 3, depth=2, tree=True)
+    trees = baselines.SuffixTrees(SimpleNamespace(SuffixDecodingCache=lambda **_: cache), 3, depth=2, tree=True)
     trees.learn([1, 2])
     trees.begin([7, 8, 9])
     trees.extend([1])
@@ -100,7 +99,7 @@ def test_peers_are_fed_as_their_engines_do() -> None:
     tokens = np.array([9, 4, 6, 5, 0])  # 9 -> 4 -> 5, 9 -> 6, and one that fills the row
     mask = np.array([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 0, 0, 1]])
     inner = Canned(match_stateful=(tokens, mask.reshape(-1)))
-    trie = peers.Trie(SimpleNamespace(get_ngram_corpus_cls=lambda: lambda *_: inner), 4, prompts=True)
+    trie = baselines.Trie(SimpleNamespace(get_ngram_corpus_cls=lambda: lambda *_: inner), 4, prompts=True)
     trie.begin([*range(1, 9), 9])
     assert trie.nodes(trie.draft()) == ([9, 4, 6, 5], [-1, 0, 0, 1])
     trie.extend([4])
@@ -108,7 +107,7 @@ def test_peers_are_fed_as_their_engines_do() -> None:
     assert inserted == [([[*range(1, 10)]],), ([[*range(1, 10)]],)]  # the prompt, then a round late
 
     lookup = Canned(propose=[[4, 5]])
-    prompt_lookup = peers.PromptLookup(SimpleNamespace(NgramProposer=lambda config: lookup), 3, shortest=2)
+    prompt_lookup = baselines.PromptLookup(SimpleNamespace(NgramProposer=lambda config: lookup), 3, shortest=2)
     prompt_lookup.begin([7, 8])
     prompt_lookup.extend([9])
     assert prompt_lookup.nodes(prompt_lookup.draft()) == ([9, 4, 5], [-1, 0, 1])

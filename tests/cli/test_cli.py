@@ -21,8 +21,11 @@ from specdec_kernels import cli
 from specdec_kernels.bench.ops import baseline, cases, timing
 from specdec_kernels.bench.ops.check import WrongResult, expect_close, expect_equal, expect_near
 from specdec_kernels.bench.ops.harness import Baseline, Case, Work
-from specdec_kernels.bench.report import headline, plot, report
-from specdec_kernels.cli import bench, table
+from specdec_kernels.bench.report import headline, plot, report, tables
+from specdec_kernels.bench.report.record import SCHEMA, line, read_record, record
+from specdec_kernels.cli import table
+from specdec_kernels.cli.arguments import CommandParser
+from specdec_kernels.cli.bench import ops
 from specdec_kernels.ops._op_list import public_ops
 
 Capture = pytest.CaptureFixture[str]
@@ -34,7 +37,7 @@ def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without(*packages: str) -> str:
-    """The start of a Python program in which these packages cannot be imported."""
+    """Return the start of a Python program in which these packages cannot be imported."""
     return f"import sys; sys.modules.update(dict.fromkeys({packages!r}))"
 
 
@@ -45,7 +48,7 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
 # --- help -------------------------------------------------------------------------------------------------------------
 
 
-def test_no_arguments_prints_help(capsys: Capture) -> None:
+def test_cli_without_arguments_prints_help(capsys: Capture) -> None:
     assert cli.main([]) == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: specdec <command> [options]")
@@ -62,21 +65,101 @@ def test_every_command_is_listed_and_has_help(capsys: Capture, command: str) -> 
     assert capsys.readouterr().out.startswith(f"usage: specdec {command}")
 
 
-def test_version(capsys: Capture) -> None:
+def benchmarks() -> list[str]:
+    bench = next(action.choices for action in cli.make_parser()._actions if isinstance(action.choices, dict))["bench"]
+    assert isinstance(bench, CommandParser)
+    return list(bench.commands)
+
+
+@pytest.mark.parametrize("name", benchmarks())
+def test_every_benchmark_is_listed_and_has_help(capsys: Capture, name: str) -> None:
+    for arguments, expected in ((["bench"], name), (["bench", name], f"usage: specdec bench {name} ")):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*arguments, "--help"])
+        assert stop.value.code == 0 and expected in capsys.readouterr().out
+
+
+# Spellings of earlier versions: command, flag with a value, and what it is now.
+ALIASES = [
+    ("generate", "--model=m", "--model-path=m"),
+    ("generate", "--kv-dtype=fp8_e4m3", "--kv-cache-dtype=fp8_e4m3"),
+    ("generate", "--mem-fraction=0.5", "--mem-fraction-static=0.5"),
+    ("generate", "--batch-invariant", "--enable-deterministic-inference"),
+    ("generate", "--no-cuda-graph", "--disable-cuda-graph"),
+    ("doctor m", "--draft=d", "--speculative-draft-model-path=d"),
+    ("doctor m --draft=d", "--algorithm=EAGLE", "--speculative-algorithm=EAGLE"),
+    ("doctor m --draft=d", "--num-steps=3", "--speculative-num-steps=3"),
+    ("doctor m --draft=d", "--chat-template", "--apply-chat-template"),
+    ("doctor m --draft=d", "--no-chat-template", "--no-apply-chat-template"),
+    ("doctor m --draft=d", "--kv-dtype=fp8_e4m3", "--kv-cache-dtype=fp8_e4m3"),
+    ("tune m", "--draft=d", "--speculative-draft-model-path=d"),
+    ("tune m --draft=d", "--algorithm=EAGLE3", "--speculative-algorithm=EAGLE3"),
+    ("tune m --draft=d", "--num-steps=1,2", "--speculative-num-steps=1,2"),
+    ("tune m --draft=d", "--topk=1,4", "--speculative-eagle-topk=1,4"),
+    ("tune m --draft=d", "--nodes=8", "--speculative-num-draft-tokens=8"),
+    ("tune m --draft=d", "--kv-dtype=fp8_e4m3", "--kv-cache-dtype=fp8_e4m3"),
+    ("bench moe_route", "--taken=8", "--top-k=8"),
+    ("bench ngram-replay f", "--peers", "--baselines"),
+]
+
+
+@pytest.mark.parametrize(("command", "earlier", "now"), ALIASES, ids=lambda value: value.replace(" ", "_"))
+def test_earlier_spellings_of_flags_work_and_are_hidden(capsys: Capture, command: str, earlier: str, now: str) -> None:
+    words = command.split()
+    parse = cli.make_parser().parse_args
+    assert parse([*words, earlier]) == parse([*words, now])
+    with pytest.raises(SystemExit):
+        cli.main([*(word for word in words if not word.startswith("-")), "--help"])
+    flags = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+    assert now.split("=")[0] in flags and earlier.split("=")[0] not in flags
+
+
+def test_engine_flags_set_options_of_the_engine() -> None:
+    from dataclasses import fields
+
+    from specdec_kernels.cli.engine_flags import FLAGS, options_of
+    from specdec_kernels.engine import EngineOptions
+
+    assert {flag.option for flag in FLAGS.values()} <= {field.name for field in fields(EngineOptions)}
+    defaults = EngineOptions()
+    for flag, option in (("--page-size", "page_size"), ("--chunked-prefill-size", "prefill_chunk")):
+        assert f"({getattr(defaults, option)})" in FLAGS[flag].parser["help"]
+    parse = cli.make_parser().parse_args
+    assert options_of(parse(["generate"])) == defaults
+    words = ["--dtype=float16", "--disable-cuda-graph", "--mem-fraction-static=0.5", "--enable-deterministic-inference"]
+    given = options_of(parse(["generate", *words, "--kv-cache-dtype=fp8_e4m3"]))
+    assert (given.dtype, given.cuda_graph, given.mem_fraction) == (torch.float16, False, 0.5)
+    assert given.batch_invariant and given.kv_dtype == "fp8_e4m3"
+
+
+def test_names_for_parsers_are_those_of_the_tables() -> None:
+    from specdec_kernels.bench.compare import engines
+    from specdec_kernels.bench.engine import round
+    from specdec_kernels.cli.bench import engines as engine_names
+    from specdec_kernels.cli.bench import rounds as round_names
+    from specdec_kernels.synthetic import acceptance, names, shapes
+
+    assert set(names.SHAPES) == set(shapes._CONFIGS) and set(names.DOMAINS) == set(acceptance.RATES)
+    assert all(tuple(rates) == names.DRAFTERS for rates in acceptance.RATES.values())
+    assert tuple(round.ALGORITHMS) == round_names.SETTINGS
+    assert tuple(engines.PACKAGES) == engine_names.ENGINES and tuple(engines.ALGORITHMS) == engine_names.ALGORITHMS
+
+
+def test_cli_prints_its_version(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"specdec_kernels {specdec_kernels.__version__}\n"
 
 
-def test_unknown_command(capsys: Capture) -> None:
+def test_cli_refuses_an_unknown_command(capsys: Capture) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["frobnicate"])
     assert stop.value.code == 2
     assert "invalid choice: 'frobnicate'" in capsys.readouterr().err
 
 
-def test_python_dash_m() -> None:
+def test_cli_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "specdec_kernels", "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == f"specdec_kernels {specdec_kernels.__version__}\n"
 
@@ -106,7 +189,7 @@ def test_info_json(capsys: Capture) -> None:
     assert len(facts["devices"]) == torch.cuda.device_count()
 
 
-def test_info_of_a_model(capsys: Capture, tmp_path: Path) -> None:
+def test_info_describes_a_model_by_its_config(capsys: Capture, tmp_path: Path) -> None:
     """By its config alone: there are no weights."""
     from transformers import AutoConfig
 
@@ -137,7 +220,7 @@ def test_info_of_a_model(capsys: Capture, tmp_path: Path) -> None:
     assert capsys.readouterr().err == "specdec info: model is /nowhere, expected an existing folder or a hub id\n"
 
 
-def test_info_of_a_cpu_build(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_names_a_cpu_build(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specdec_kernels, "cuda_version", None)
     monkeypatch.setattr(specdec_kernels, "cuda_architectures", None)
     cli.main(["info"])
@@ -186,7 +269,7 @@ def test_bench_one_op(capsys: Capture, tmp_path: Path, short_rounds: None) -> No
     assert "of floor" in text and "batch=3 " in text
     run = json.loads(file.read_text())
     assert run.keys() == {"schema", "date", "command", "specdec_kernels", "machine", "ceilings", "results"}
-    assert run["schema"] == 2
+    assert run["schema"] == SCHEMA
     assert run["command"].startswith("specdec bench select_topk --quick")
     assert run["machine"].keys() == {"device", "name", "driver", "torch", "python"}
     assert run["ceilings"].keys() == {"copy_gb_s", "read_gb_s", "tflop_s"}
@@ -199,14 +282,13 @@ def test_bench_one_op(capsys: Capture, tmp_path: Path, short_rounds: None) -> No
 def test_results_readme_defines_every_field() -> None:
     readme = Path(__file__).parents[2] / "bench/results/README.md"
     from specdec_kernels.bench.ops.harness import Result
-    from specdec_kernels.bench.report.record import line, record
 
     run = record([Result("op", {}, "cpu")], torch.device("cpu"), None, "")
     for field in [*run, *line(Result("op", {}, "cpu"))]:
         assert f"`{field}`" in readme.read_text(), field
 
 
-def test_call_overhead(capsys: Capture, tmp_path: Path) -> None:
+def test_bench_call_overhead_times_calls(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     assert cli.main(["bench", "call_overhead", "--quick", "--device", "cpu", "--json", str(file)]) == 0
     run = json.loads(file.read_text())
@@ -216,8 +298,8 @@ def test_call_overhead(capsys: Capture, tmp_path: Path) -> None:
     assert "_C.noop8, torch" in capsys.readouterr().out
 
 
-def doubling(wrong: bool = False, wrong_baseline: bool = False, wrong_peer: bool = False) -> Case:
-    """A case of an op that doubles numbers, and forgets the last one if `wrong`."""
+def doubling(wrong: bool = False, wrong_baseline: bool = False, wrong_package: bool = False) -> Case:
+    """Return a case of an op that doubles numbers, and omits the last one if `wrong`."""
 
     def make(device: torch.device, params: dict[str, Any]) -> Work:
         numbers = torch.arange(params["batch"], device=device)
@@ -233,7 +315,7 @@ def doubling(wrong: bool = False, wrong_baseline: bool = False, wrong_peer: bool
             check=lambda: expect_equal("out", out, 2 * numbers),
             bytes_moved=2 * numbers.nbytes,
             baseline=Baseline("adding", lambda: numbers + numbers + wrong_baseline, lambda o: expect_equal("sum", o, 2 * numbers)),
-            peers=[Baseline("shifting", lambda: (numbers << 1) - int(wrong_peer), lambda o: expect_equal("shift", o, 2 * numbers))],
+            packages=[Baseline("shifting", lambda: (numbers << 1) - int(wrong_package), lambda o: expect_equal("shift", o, 2 * numbers))],
         )  # fmt: skip
 
     return Case("doubling", {"batch": (4, 5)}, make)
@@ -244,11 +326,11 @@ def doubling(wrong: bool = False, wrong_baseline: bool = False, wrong_peer: bool
     [
         (doubling(wrong=True), "out differs in 1 of 4 elements, first at [3]: got 0, expected 6"),
         (doubling(wrong_baseline=True), "baseline adding: sum differs in 4 of 4 elements, first at [0]: got 1, expected 0"),
-        (doubling(wrong_peer=True), "baseline shifting: shift differs in 4 of 4 elements, first at [0]: got -1, expected 0"),
+        (doubling(wrong_package=True), "baseline shifting: shift differs in 4 of 4 elements, first at [0]: got -1, expected 0"),
     ],
-    ids=["op", "baseline", "peer"],
+    ids=["op", "baseline", "package"],
 )  # fmt: skip
-def test_a_wrong_result_gets_no_time(
+def test_bench_does_not_time_a_wrong_result(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short_rounds: None, case: Case, message: str
 ) -> None:
     monkeypatch.setattr(cases, "CASES", {"doubling": case})
@@ -263,14 +345,14 @@ def test_a_wrong_result_gets_no_time(
     assert result["baselines"] == {}
 
 
-def test_a_right_result_gets_a_time(capsys: Capture, monkeypatch: pytest.MonkeyPatch, short_rounds: None) -> None:
+def test_bench_times_a_right_result(capsys: Capture, monkeypatch: pytest.MonkeyPatch, short_rounds: None) -> None:
     monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})
     assert cli.main(["bench", "all", "--device", "cpu", "--batch", "4,5"]) == 0  # call_overhead has no batch
     text = capsys.readouterr().out
     assert "batch=4" in text and "batch=5" in text and "adding us" in text and "shifting us" in text
 
 
-def test_sizes_of_a_case() -> None:
+def test_case_sizes_are_a_product_or_vary_one_parameter() -> None:
     cpu = torch.device("cpu")
     grid = {"batch": (1, 2, 8), "nodes": (4, 16), "dtype": ("float32", "float16")}
     product = Case("op", grid, doubling().make)
@@ -290,16 +372,16 @@ def test_sizes_of_a_case() -> None:
     assert sizes(batch=[3, 4], nodes=[16]) == [(b, 16, t) for b in (3, 4) for t in ("float32", "float16")]
 
 
-def test_every_parameter_is_an_option() -> None:
+def test_bench_has_an_option_for_every_parameter() -> None:
     grids = [grid for case in cases.CASES.values() for grid in (case.grid, case.cpu_grid or {}, case.base or {})]
-    assert {name for grid in grids for name in grid} == {*bench.NUMBERS, *bench.WORDS}
+    assert {name for grid in grids for name in grid} == {*ops.NUMBERS, *ops.WORDS}
     for case in cases.CASES.values():
         for name, values in case.grid.items():
-            assert name in bench.NUMBERS or set(values) <= set(bench.WORDS[name])
+            assert name in ops.NUMBERS or set(values) <= set(ops.WORDS[name])
         assert case.base is None or case.base.keys() == case.grid.keys()
 
 
-def test_parameters_as_options(capsys: Capture) -> None:
+def test_bench_takes_sizes_as_options(capsys: Capture) -> None:
     arguments = ["--batch", "2", "--nodes", "4,5", "--k", "3", "--device", "cpu"]
     assert cli.main(["bench", "build_tree", *arguments]) == 0
     text = capsys.readouterr().out
@@ -311,7 +393,7 @@ def test_parameters_as_options(capsys: Capture) -> None:
     [
         (
             ["nosuchop"],
-            "specdec bench: there is no op nosuchop, expected one of doubling, call_overhead, round, or all\n",
+            "specdec bench: there is no op nosuchop, expected one of doubling, call_overhead, or all\n",
         ),
         (["doubling", "--json", "/nowhere/x.json"], "specdec bench: --json /nowhere/x.json is in no existing folder\n"),
         (["doubling", "--plot", "/nowhere/x.png"], "specdec bench: --plot /nowhere/x.png is in no existing folder\n"),
@@ -335,14 +417,21 @@ def test_bench_refuses(capsys: Capture, monkeypatch: pytest.MonkeyPatch, argumen
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_bench_without_a_gpu(capsys: Capture) -> None:
+def test_bench_refuses_cuda_without_a_gpu(capsys: Capture) -> None:
     assert cli.main(["bench", "select_topk", "--device", "cuda"]) == 2
     assert "needs a CUDA build of specdec_kernels and a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "option",
-    [["--batch", "1,x"], ["--nodes", "-1"], ["--dtype", "int8"], ["--mode", "tree,bush"], ["--device", "tpu"]],
+    [
+        ["--batch", "1,x"],
+        ["--nodes", "-1"],
+        ["--prefix", "-1"],
+        ["--dtype", "int8"],
+        ["--mode", "tree,bush"],
+        ["--device", "tpu"],
+    ],
     ids=" ".join,
 )
 def test_bench_rejects_values(capsys: Capture, option: list[str]) -> None:
@@ -361,7 +450,7 @@ def test_bench_rejects_values(capsys: Capture, option: list[str]) -> None:
     ],
     ids=["select_topk", "build_tree", "memory"],
 )
-def test_a_size_that_cannot_run_is_named(capsys: Capture, arguments: list[str], message: str) -> None:
+def test_bench_names_a_size_that_cannot_run(capsys: Capture, arguments: list[str], message: str) -> None:
     assert cli.main(["bench", *arguments, "--device", "cpu", "--quick"]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"not timed: {arguments[0]} ") and captured.err.endswith(f": {message}\n")
@@ -373,7 +462,8 @@ def test_a_size_that_cannot_run_is_named(capsys: Capture, arguments: list[str], 
     [
         (["--batch", "0"], "argument --batch: '0' is not numbers from 1 on, with commas between them"),
         (["--batch", "1,,2"], "argument --batch: '1,,2' is not numbers from 1 on, with commas between them"),
-        (["--prefix", "-1"], "argument --prefix: '-1' is not numbers from 0 on, with commas between them"),
+        (["--threshold", "-1"], "argument --threshold: '-1' is not a number from 0 on"),
+        (["--nodes", "4"], "specdec bench round: error: unrecognized arguments: --nodes 4"),
         (["--accept", "0.5"], "argument --accept: '0.5' is not a number from 1 on"),
         (["--accept", "nan"], "argument --accept: 'nan' is not a number from 1 on"),
         (["--input", "0"], "argument --input: '0' is not a whole number from 1 on"),
@@ -397,25 +487,14 @@ def test_bench_rejects_numbers(capsys: Capture, option: list[str], message: str)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["all", "doubling"], "all means every op, expected no op beside it"),
-        (["doubling", "--accept", "2"], "--accept is of round, expected it not beside doubling"),
-        (
-            ["round", "--nodes", "4"],
-            "round has no nodes, expected --batch, --dtype, --max-len, --weights and what its help lists",
-        ),
-        (["round", "--weights", "fp8,int4"], "round takes one --weights, expected it not to be ['fp8', 'int4']"),
-        (
-            ["round", "--weights", "int4", "--shape", "qwen3-30b-a3b"],
-            "--weights is int4, expected fp8 or fp8-rows beside --shape qwen3-30b-a3b, of experts",
-        ),
-        (["round", "--speculative-num-steps", "65"], "Eagle3: num_steps is 65, expected 1 to 64"),
-        (["round", "--max-len", "100000"], "model: max_position_embeddings is 4096, expected at least max_len=100000"),
+        (["all", "doubling"], "all means every op, expected no other op"),
+        (["doubling", "round"], "round is no op, expected it first: specdec bench round"),
         (["doubling", "--json", "{folder}"], "--json {folder} cannot be written, expected a file's name"),
         (["doubling", "--plot", "{folder}.png"], "--plot {folder}.png cannot be written, expected a file's name"),
         (["{folder}.json"], "{folder}.json cannot be read (No such file or directory)"),
         (["doubling", "--baseline", "{text}"], "--baseline {text} is not JSON, expected a run that --json wrote"),
         (["doubling", "--baseline", "{number}"], "--baseline {number} is no run of schema 2, expected one that --json wrote"),
-        (["--baseline", "{number}"], "--baseline {number} stands alone, expected an op or a recorded run beside it"),
+        (["--baseline", "{number}"], "--baseline {number} needs an op or a recorded run to compare"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -432,7 +511,26 @@ def test_bench_refuses_before_it_runs(
     assert capsys.readouterr().err == f"specdec bench: {message.format(**names)}\n"
 
 
-def test_rounds_too_large_for_the_machine_are_refused(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--weights", "int4", "--shape", "qwen3-30b-a3b"],
+            "--weights is int4, expected fp8 or fp8-rows with --shape qwen3-30b-a3b, a MoE model",
+        ),
+        (["--speculative-num-steps", "65"], "Eagle3: num_steps is 65, expected 1 to 64"),
+        (["--max-len", "100000"], "model: max_position_embeddings is 4096, expected at least max_len=100000"),
+        (["--accept", "2", "--acceptance", "chat"], "--accept is 2.0, expected none with --acceptance"),
+        (["--json", "/"], "--json / cannot be written, expected a file's name"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bench_round_refuses_before_it_runs(capsys: Capture, arguments: list[str], message: str) -> None:
+    assert cli.main(["bench", "round", "--device", "cpu", "--quick", *arguments]) == 2
+    assert capsys.readouterr().err == f"specdec bench round: {message}\n"
+
+
+def test_bench_round_refuses_models_too_large_for_memory(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     from specdec_kernels.bench.engine import round
 
     monkeypatch.setattr(round, "free_memory", lambda device: 10**9)
@@ -441,12 +539,12 @@ def test_rounds_too_large_for_the_machine_are_refused(capsys: Capture, monkeypat
         == 2
     )
     error = capsys.readouterr().err
-    assert error.startswith("specdec bench: qwen3-8b needs about 3")
+    assert error.startswith("specdec bench round: qwen3-8b needs about 3")
     assert "GB for weights and KV of 4 requests in float32, and cpu has 1.0 GB free" in error
 
 
 def recorded(times: dict[int, float], p90: float = 1.0, machine: str = "a CPU") -> dict[str, Any]:
-    """A run of one op: microseconds by batch."""
+    """Return a record of one op: microseconds by batch."""
     line = {
         "op": "op",
         "error": None,
@@ -467,7 +565,7 @@ def recorded(times: dict[int, float], p90: float = 1.0, machine: str = "a CPU") 
 
 
 @pytest.mark.parametrize(("now", "code"), [(104.0, 0), (106.0, 1), (50.0, 0)])
-def test_a_run_beside_its_baseline(capsys: Capture, tmp_path: Path, now: float, code: int) -> None:
+def test_bench_compares_a_record_with_its_baseline(capsys: Capture, tmp_path: Path, now: float, code: int) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     before.write_text(json.dumps(recorded({1: 100.0, 2: 10.0, 3: 5.0}, machine="another CPU")))
     after.write_text(json.dumps(recorded({1: now, 2: 10.0, 4: 7.0})))
@@ -479,7 +577,14 @@ def test_a_run_beside_its_baseline(capsys: Capture, tmp_path: Path, now: float, 
     assert cli.main(["bench", str(after), "--baseline", str(before), "--threshold", "10"]) == 0
 
 
-def test_baselines_of_rounds_count_tokens_and_share_parameters() -> None:
+def test_read_record_renames_parameters_of_older_records(tmp_path: Path) -> None:
+    run = recorded({1: 10.0})
+    run["results"][0]["params"]["taken"] = 8
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert read_record(tmp_path / "run.json")["results"][0]["params"] == {"batch": 1, "top_k": 8}
+
+
+def test_baseline_changes_compare_tokens_per_second_of_rounds() -> None:
     old = {"op": "round", "params": {"batch": 1}, "facts": {"tokens_per_second": 200.0}}
     new = {"op": "round", "params": {"batch": 1, "max_len": 537}, "facts": {"tokens_per_second": 100.0}}
     (change,) = baseline.changes({"results": [new]}, {"results": [old]})
@@ -488,7 +593,7 @@ def test_baselines_of_rounds_count_tokens_and_share_parameters() -> None:
     assert baseline.changes({"results": [skipped]}, {"results": [old]}) == []
 
 
-def test_a_baseline_without_a_shared_size(capsys: Capture, tmp_path: Path) -> None:
+def test_bench_refuses_a_baseline_without_a_shared_size(capsys: Capture, tmp_path: Path) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     before.write_text(json.dumps(recorded({1: 100.0})))
     after.write_text(json.dumps(recorded({2: 100.0})))
@@ -496,7 +601,7 @@ def test_a_baseline_without_a_shared_size(capsys: Capture, tmp_path: Path) -> No
     assert "has no size of this run, expected the same op and sizes" in capsys.readouterr().err
 
 
-def test_noise_has_a_star(capsys: Capture, tmp_path: Path) -> None:
+def test_bench_table_marks_noise_with_a_star(capsys: Capture, tmp_path: Path) -> None:
     run = tmp_path / "run.json"
     run.write_text(json.dumps(recorded({1: 10.0}, p90=1.4)))
     cli.main(["bench", str(run)])
@@ -508,7 +613,7 @@ def test_noise_has_a_star(capsys: Capture, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("name", ["h200-verify", "h200-round-code"])
-def test_narrow_terminals_see_whole_numbers(
+def test_bench_table_shows_whole_numbers_on_narrow_terminals(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, width: int
 ) -> None:
     for variable, value in (("FORCE_COLOR", "1"), ("COLUMNS", str(width)), ("TERM", "dumb")):
@@ -518,20 +623,20 @@ def test_narrow_terminals_see_whole_numbers(
     text = capsys.readouterr().out
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
     for r in json.loads(record.read_text())["results"]:
-        shown = f"{r['facts']['tokens_per_second']:.0f}" if "facts" in r else bench.number(r["time_us"])
+        shown = f"{r['facts']['tokens_per_second']:.0f}" if "facts" in r else tables.number_text(r["time_us"])
         assert shown in text
     rows = [line for line in text.splitlines() if "\u2500" in line]
     assert rows and all(len(line) <= width for line in rows)
 
 
-def test_empty_columns_are_left_out(capsys: Capture) -> None:
+def test_print_table_omits_empty_columns(capsys: Capture) -> None:
     table.print_table(["name", "absent", "count"], [["x", "", "1"], ["y", "", "2"]])
     text = capsys.readouterr().out
     assert "absent" not in text and "name" in text and "count" in text
 
 
 @pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
-def test_a_reader_that_leaves(rich: bool) -> None:
+def test_cli_ends_quietly_if_the_pipe_closes(rich: bool) -> None:
     """`specdec info | head -1`: no traceback."""
     code = (without() if rich else without("rich")) + "; from specdec_kernels.cli import main; sys.exit(main(['info']))"
     reading, writing = os.pipe()
@@ -546,16 +651,18 @@ def test_a_reader_that_leaves(rich: bool) -> None:
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
-def test_plot(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short_rounds: None) -> None:
+def test_bench_plots_a_run_and_a_record(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, short_rounds: None
+) -> None:
     monkeypatch.setattr(cases, "CASES", {"doubling": doubling()})
     picture, record = tmp_path / "x.png", tmp_path / "x.json"
     assert cli.main(["bench", "all", "--device", "cpu", "--quick", "--plot", str(picture), "--json", str(record)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    plot.main([str(record), str(tmp_path / "again.svg")])
+    assert cli.main(["bench", str(record), "--plot", str(tmp_path / "again.svg")]) == 0
     assert "adding" in (tmp_path / "again.svg").read_text()
 
 
-def test_plot_needs_matplotlib(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bench_plot_needs_matplotlib(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
     assert cli.main(["bench", "select_topk", "--quick", "--device", "cpu", "--plot", str(tmp_path / "x.png")]) == 2
@@ -566,7 +673,7 @@ def results_of(sizes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"op": "op", "params": size, "time_us": 1.0, "floor_us": 0.5, "baselines": {}} for size in sizes]
 
 
-def test_panels_of_a_product_and_of_one_parameter_at_a_time() -> None:
+def test_plot_panels_of_a_product_and_of_one_parameter_at_a_time() -> None:
     grid = {"batch": (1, 2, 8), "nodes": (4, 16), "dtype": ("float32", "float16")}
     base = {"batch": 2, "nodes": 16, "dtype": "float32"}
     cpu = torch.device("cpu")
@@ -592,7 +699,7 @@ def test_panels_of_a_product_and_of_one_parameter_at_a_time() -> None:
 # --- comparisons, restores, the report --------------------------------------------------------------------------------
 
 
-def test_comparisons_say_what_differs() -> None:
+def test_expect_functions_name_the_difference() -> None:
     x = torch.tensor([[1.0, 2.0], [3.0, -torch.inf]])
     expect_close("x", x + 1e-6, x, atol=1e-5)
     expect_near("x", x[0] * 1.001, x[0], 1e-2)
@@ -604,7 +711,7 @@ def test_comparisons_say_what_differs() -> None:
         expect_near("x", x[0] * torch.nan, x[0], 1e-2)
 
 
-def test_restores_run_outside_the_clock(short_rounds: None) -> None:
+def test_cpu_time_excludes_restores(short_rounds: None) -> None:
     order: list[str] = []
     (times,) = timing.cpu_time([lambda: order.append("call")], restores=[lambda: order.append("restore")])
     assert order[:4] == ["restore", "call"] * 2
@@ -612,7 +719,7 @@ def test_restores_run_outside_the_clock(short_rounds: None) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_gpu_time_takes_restores_off() -> None:
+def test_gpu_time_subtracts_restores() -> None:
     x = torch.zeros(1 << 26, device="cuda")
     small = torch.zeros(1, device="cuda")
     plain = timing.gpu_time([lambda: small.add_(1)]).median
@@ -650,16 +757,16 @@ def test_report_of_rounds_has_a_chart_and_repeats(tmp_path: Path) -> None:
     (results / "here.json").write_text(json.dumps(run))
 
     def written() -> list[str]:
-        report.main([str(results), str(page)])
+        assert cli.main(["bench", "report", str(results), str(page)]) == 0
         return [page.read_text(), *(f.read_text() for f in sorted(page.with_suffix("").iterdir()))]
 
     text, chart = written()
-    assert "![tokens a second by batch size](benchmarks/here.svg)" in text
-    assert ">chain (5, 1, 6)</text>" in chart and ">tokens a second</text>" in chart
+    assert "![tokens per second by batch size](benchmarks/here.svg)" in text
+    assert ">chain (5, 1, 6)</text>" in chart and ">tokens per second</text>" in chart
     assert written() == [text, chart]
 
 
-def test_report_of_an_engine_that_chooses() -> None:
+def test_report_compares_adaptive_with_plain_and_best_fixed() -> None:
     """Beside plain decoding and the best fixed draft of each acceptance; of each acceptance a table of its own."""
     results = [
         *rounds("none", {1: 200.0, 4: 800.0}),
@@ -685,10 +792,10 @@ def test_report_of_an_engine_that_chooses() -> None:
 
 def test_report_of_the_recorded_runs_has_a_section_each(tmp_path: Path) -> None:
     results = Path(__file__).parents[2] / "bench/results"
-    report.main([str(results), str(tmp_path / "benchmarks.md")])
+    report.write_report(results, tmp_path / "benchmarks.md")
     text = (tmp_path / "benchmarks.md").read_text()
-    for record in results.glob("*.json"):
-        assert text.count(f"## {record.stem}: ") == 1
+    for file in results.glob("*.json"):
+        assert text.count(f"## {file.stem}: ") == 1
 
 
 def test_headline_chart_shows_the_best_recorded_rates(tmp_path: Path) -> None:
@@ -697,7 +804,7 @@ def test_headline_chart_shows_the_best_recorded_rates(tmp_path: Path) -> None:
     runs = [json.loads(path.read_text()) for path in sorted((root / "bench/results").glob(headline.RECORDS))]
     rates = headline.best_rates(runs)
     assert all(sorted(of_engine) == [1, 4, 16, 64] for of_engine in rates.values())
-    headline.main([str(root / "bench/results"), str(tmp_path / "headline.svg")])
+    assert cli.main(["bench", "headline", str(root / "bench/results"), str(tmp_path / "headline.svg")]) == 0
     for chart in (tmp_path / "headline.svg", root / "docs/headline.svg"):
         labels = re.findall(r">(\d+)</text>", chart.read_text())
         for of_engine in rates.values():
@@ -707,10 +814,12 @@ def test_headline_chart_shows_the_best_recorded_rates(tmp_path: Path) -> None:
     assert "{}, {}, {} and {} times the best setting".format(*ratios) in readme
 
 
-def test_report(tmp_path: Path, short_rounds: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_has_wrong_results_and_notes(
+    tmp_path: Path, short_rounds: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cases, "CASES", {"doubling": doubling(), "halving": doubling(wrong=True)})
     cli.main(["bench", "all", "--device", "cpu", "--quick", "--json", str(tmp_path / "here.json")])
-    report.main([str(tmp_path), str(tmp_path / "docs/benchmarks.md")])
+    report.write_report(tmp_path, tmp_path / "docs/benchmarks.md")
     text = (tmp_path / "docs/benchmarks.md").read_text()
     assert text.startswith("# Benchmarks\n")
     assert "## here: " in text and "`specdec bench all --device cpu --quick" in text

@@ -1,4 +1,4 @@
-"""`specdec doctor`: it names each fault that is planted, and no fault where there is none."""
+"""`specdec doctor`: it names each fault that a test puts in, and none if there is none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec_kernels import cli
-from specdec_kernels.cli import doctor_examine
+from specdec_kernels.cli import doctor_examine, doctor_shifts
 from specdec_kernels.cli.doctor_examine import compared
 from specdec_kernels.cli.doctor_measure import Acceptance, Recorder, count, measure, record, write_texts
 from specdec_kernels.cli.doctor_shifts import Head, Shift, norm_shifts, rotated_queries
@@ -31,7 +31,7 @@ from support.tiny_checkpoint import HELD_OUT, held_out
 
 Capture = pytest.CaptureFixture[str]
 
-SMALL = ("--max-new-tokens", "40", "--num-steps", "3")
+SMALL = ("--max-new-tokens", "40", "--speculative-num-steps", "3")
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 
 
@@ -49,7 +49,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def diagnosed(prompts: Path, capsys: Capture) -> Callable[..., tuple[int, dict[str, Any]]]:
     def run(model: Path, draft: Path, *options: str) -> tuple[int, dict[str, Any]]:
         arguments = ["--prompts", str(prompts), *SMALL, "--device", "cpu", *options, "--json"]
-        code = cli.main(["doctor", str(model), "--draft", str(draft), *arguments])
+        code = cli.main(["doctor", str(model), "--speculative-draft-model-path", str(draft), *arguments])
         captured = capsys.readouterr()
         assert code < 2, captured.err
         return code, json.loads(captured.out)
@@ -74,14 +74,14 @@ def configured(folder: Path, file: str = "config.json", **changes: object) -> No
 
 
 def as_healthy(found: dict[str, Any], healthy: float) -> bool:
-    """The best change gives the draft what it has without the fault."""
+    """Require that the best change gives the draft the accept length that it has without the fault."""
     best: float = found["shifts"][0]["accept_length"]
     return best == pytest.approx(healthy, rel=0.02)
 
 
 @pytest.fixture(scope="module")
 def healthy(prompts: Path) -> float:
-    """The accept length of an engine that drafts chains with the head as it was trained, on these prompts."""
+    """Return the accept length of an engine that drafts chains with the unchanged head, on these prompts."""
     texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
     with Engine(TARGET, draft=Recorder((1, 2, 3)), adaptive=False, device="cpu") as engine:
         tokens = [engine.tokenizer(text)["input_ids"] for text in texts]
@@ -124,7 +124,8 @@ class LateFeatures(Eagle3):
 
 def test_position_offset(diagnosed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No head's tensors hold this: it is between the rows of a draft and those of the target."""
-    monkeypatch.setitem(doctor_examine.KINDS, "EAGLE3", LateFeatures)
+    for module in (doctor_examine, doctor_shifts):
+        monkeypatch.setattr(module, "draft_class", lambda algorithm: LateFeatures)
     code, found = diagnosed(TARGET, HEAD)
     assert (code, found["cause"]) == (1, "position offset")
     assert found["shifts"][0]["change"] == "features one token earlier"
@@ -203,7 +204,7 @@ def test_kv_dtype(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     target = copy_of(TARGET, tmp_path / "target")
     scales = {f"model.layers.{i}.self_attn.{kind}_scale": torch.tensor(1e-3) for i in range(4) for kind in "kv"}
     rewritten(target, lambda t: t.update(scales))
-    code, found = diagnosed(target, HEAD, "--kv-dtype", "fp8_e4m3")
+    code, found = diagnosed(target, HEAD, "--kv-cache-dtype", "fp8_e4m3")
     assert (code, found["cause"]) == (1, "KV dtype")
     changes = {shift["change"] for shift in found["shifts"] if shift["restores"]}
     assert changes >= {"16 or 32 bit", "8 bit with measured scales"}
@@ -226,7 +227,7 @@ def test_an_engine_accepts_what_the_table_says() -> None:
 
 @pytest.fixture
 def standalone(tmp_path: Path) -> Path:
-    """The target as its own draft, whose tokenizer numbers its tokens the other way round."""
+    """Save the target as its own draft, whose tokenizer has the token ids in reverse order."""
     draft = copy_of(TARGET, tmp_path / "draft")
     tokenizer = json.loads((draft / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -265,8 +266,8 @@ def test_terminal_and_pipe(prompts: Path, capsys: Capture, monkeypatch: pytest.M
     """No line is longer than the terminal, and every number stands there whole; a pipe gets plain text."""
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("TTY_COMPATIBLE", "1" if columns == "80" else "0")
-    options = ["--prompts", str(prompts), "--device", "cpu", "--max-new-tokens", "9", "--num-steps", "1"]
-    assert cli.main(["doctor", str(TARGET), "--draft", str(HEAD), *options]) == 0
+    options = ["--prompts", str(prompts), "--device", "cpu", "--max-new-tokens", "9", "--speculative-num-steps", "1"]
+    assert cli.main(["doctor", str(TARGET), "--speculative-draft-model-path", str(HEAD), *options]) == 0
     out = capsys.readouterr().out
     table = re.sub(r"\033\[[0-9;]*m", "", out).partition("written.")[2].partition("No change")[0]
     assert len(table.splitlines()) > 12 and "gain" in table and "norm_before" in table
@@ -301,15 +302,18 @@ def test_rounds_are_walked_and_depths_counted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-steps", "0"], "--num-steps is 0, expected at least 1"),
+        (["--speculative-num-steps", "0"], "--speculative-num-steps is 0, expected at least 1"),
         (["--max-new-tokens", "5"], "--max-new-tokens is 5, expected at least 6"),
-        (["--chat-template"], f"--chat-template is set, expected not: the tokenizer of {TARGET} has no template"),
-        (["--algorithm", "STANDALONE"], f"draft model: {HEAD} is an EAGLE-3 head, expected a language model "
+        (["--apply-chat-template"], f"--apply-chat-template is set, expected not: the tokenizer of {TARGET} has no template"),
+        (["--speculative-algorithm", "STANDALONE"], f"draft model: {HEAD} is an EAGLE-3 head, expected a language model "
          "(Eagle3 drafts with it)"),
     ],
 )  # fmt: skip
 def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
-    assert cli.main(["doctor", str(TARGET), "--draft", str(HEAD), "--device", "cpu", *arguments]) == 2
+    assert (
+        cli.main(["doctor", str(TARGET), "--speculative-draft-model-path", str(HEAD), "--device", "cpu", *arguments])
+        == 2
+    )
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", f"specdec doctor: {message}\n")
 
@@ -317,7 +321,7 @@ def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
 def test_too_few_prompts(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\ntwo\n")
-    assert cli.main(["doctor", str(TARGET), "--draft", str(HEAD), "--prompts", str(file)]) == 2
+    assert cli.main(["doctor", str(TARGET), "--speculative-draft-model-path", str(HEAD), "--prompts", str(file)]) == 2
     expected = f"--prompts {file} has 2 prompts, expected at least 6: fewer say little about chance"
     assert capsys.readouterr().err == f"specdec doctor: {expected}\n"
 

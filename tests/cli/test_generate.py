@@ -58,7 +58,7 @@ def test_sampling(capsys: Capture) -> None:
 def test_a_trace_of_the_rounds(capsys: Capture, tmp_path: Path) -> None:
     trace = ["--trace", str(tmp_path / "t.json")]
     fixed = ["--no-speculative-adaptive", "--speculative-num-draft-tokens", "6"]
-    assert generate(*fixed, *trace, "--no-compare", "--no-cuda-graph", "--max-new-tokens", "9") == 0
+    assert generate(*fixed, *trace, "--no-compare", "--disable-cuda-graph", "--max-new-tokens", "9") == 0
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
     assert {"turn", "admit", "prefill", "plan", "commands", "launch", "read", "round", "emit"} <= set(names)
@@ -80,13 +80,13 @@ def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "/nowhere"], "Engine: model is /nowhere, expected an existing folder or a hub id"),
+        (["--model-path", "/nowhere"], "Engine: model is /nowhere, expected an existing folder or a hub id"),
         (
             ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "0"],
             "Eagle3: num_steps is 0, expected 1 to 64",
         ),
         (
-            ["--model", str(tiny_model("target")), "--speculative-algorithm", "EAGLE3"],
+            ["--model-path", str(tiny_model("target")), "--speculative-algorithm", "EAGLE3"],
             "--speculative-draft-model-path is missing, expected a folder or hub id for EAGLE3",
         ),
         (
@@ -103,7 +103,7 @@ def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.M
         (["--page-size", "0"], "Engine: page_size is 0, expected at least 1"),
         ([""], "generate: prompts[0] is empty, expected at least 1 token"),
         (["--device", "meta"], "Engine: device is meta, expected cpu or cuda"),
-        (["--mem-fraction", "0.5"], "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
+        (["--mem-fraction-static", "0.5"], "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
     ],
 )
 def test_refusals_are_one_line(capsys: Capture, arguments: list[str], message: str) -> None:
@@ -138,7 +138,7 @@ def test_a_corpus_must_be_text(capsys: Capture, tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer(capsys: Capture, tmp_path: Path) -> None:
     folder = save_random_model(tmp_path, "llama")
     capsys.readouterr()
-    assert generate("hello", "--model", str(folder)) == 2
+    assert generate("hello", "--model-path", str(folder)) == 2
     assert "expected token ids (the model folder has no tokenizer)" in capsys.readouterr().err
 
 
@@ -158,7 +158,7 @@ class Bytes:
 
 
 def printed(text: bytes, rounds: list[int]) -> str:
-    """What a printer makes of a text that comes in rounds of these sizes."""
+    """Return what a printer prints of a text that arrives in rounds of these sizes."""
     engine: Any = SimpleNamespace(tokenizer=Bytes())
     out = io.StringIO()
     printer = Printer(Console(file=out), engine)

@@ -20,7 +20,7 @@ from support.tiny_random_models import NATIVE, WINDOW, tiny_model
 
 
 def opened(folder: Path) -> tuple[Way, Any]:
-    """What is said, and the target that an engine opens."""
+    """Return what `specdec info` prints, and the target that an engine opens."""
     with Engine(str(folder), max_len=64, device="cpu", dtype=torch.float32, adaptive=False) as engine:
         way = way_of(str(folder))
         assert way.implementation == engine.config.implementation

@@ -21,7 +21,7 @@ GREEDY = SamplingParams()
 
 
 def model_of(logits: Tensor, dtype: torch.dtype = torch.float32) -> Any:
-    """A target that holds these logits [V] behind any text."""
+    """Return a target with these logits [V] after any text."""
 
     class Model:
         device = torch.device("cpu")

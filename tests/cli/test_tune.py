@@ -61,7 +61,18 @@ def test_accept_length_is_the_engines() -> None:
     assert found.tokens_per_second > 0 and found.round_ms > 0
 
 
-SMALL = ["--batch", "1,2", "--num-steps", "2", "--topk", "1", "--max-new-tokens", "6", "--device", "cpu"]
+SMALL = [
+    "--batch",
+    "1,2",
+    "--speculative-num-steps",
+    "2",
+    "--speculative-eagle-topk",
+    "1",
+    "--max-new-tokens",
+    "6",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.fixture
@@ -69,7 +80,7 @@ def tuned(tmp_path: Path, capsys: Capture) -> tuple[Path, str]:
     prompts, out = tmp_path / "prompts.txt", tmp_path / "tuning.json"
     prompts.write_text("def f(x):\n\nimport os\n")
     options = ["--prompts", str(prompts), "--out", str(out), *SMALL]
-    assert cli.main(["tune", TARGET, "--draft", HEAD, *options]) == 0
+    assert cli.main(["tune", TARGET, "--speculative-draft-model-path", HEAD, *options]) == 0
     return out, capsys.readouterr().out
 
 
@@ -132,7 +143,7 @@ def test_an_interrupt_keeps_what_there_is(tmp_path: Path, capsys: Capture, monke
 
     monkeypatch.setattr(tune_measure, "timed", interrupted)
     out = tmp_path / "tuning.json"
-    assert cli.main(["tune", TARGET, "--draft", HEAD, *SMALL, "--out", str(out)]) == 0
+    assert cli.main(["tune", TARGET, "--speculative-draft-model-path", HEAD, *SMALL, "--out", str(out)]) == 0
     facts = json.loads(out.read_text())
     assert not facts["complete"] and [m["batch"] for m in facts["measured"]] == [1]
     assert capsys.readouterr().out.startswith("Not all was measured: interrupted, or out of time (--seconds).")
@@ -147,8 +158,8 @@ def test_what_the_recommended_draft_has_learnt_goes_with_it(
 
     monkeypatch.setattr(tune_measure, "timed", fast)
     out = tmp_path / "tuning.json"
-    options = [*SMALL, "--num-steps", "1,2", "--out", str(out)]
-    assert cli.main(["tune", TARGET, "--draft", HEAD, *options]) == 0
+    options = [*SMALL, "--speculative-num-steps", "1,2", "--out", str(out)]
+    assert cli.main(["tune", TARGET, "--speculative-draft-model-path", HEAD, *options]) == 0
     (entry,) = json.loads(out.read_text())["calibrations"]
     assert (entry["draft"], entry["model"], entry["target"]) == ("Eagle3", "eagle3", "target")
     assert len(entry["table"]) == 2 and [1.0, 0.0] not in entry["table"]
@@ -177,28 +188,31 @@ def test_what_an_engine_gives_is_taken_without_options(tmp_path: Path, capsys: C
     file = tmp_path / "t.json"
     file.write_text(json.dumps(tuning))
     head = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", HEAD, "--device", "cpu"]
-    options = ["--model", TARGET, "--tuning", str(file), "--max-new-tokens", "5", *head]
+    options = ["--model-path", TARGET, "--tuning", str(file), "--max-new-tokens", "5", *head]
     assert cli.main(["generate", "import os", *options]) == 0
     assert "EAGLE3" in capsys.readouterr().out
 
 
 def test_nothing_begins_when_time_is_out(capsys: Capture, tmp_path: Path) -> None:
-    assert cli.main(["tune", TARGET, "--draft", HEAD, *SMALL, "--seconds", "0"]) == 1
-    assert capsys.readouterr().err == "specdec tune: nothing was measured in the time that was given\n"
+    assert cli.main(["tune", TARGET, "--speculative-draft-model-path", HEAD, *SMALL, "--seconds", "0"]) == 1
+    assert capsys.readouterr().err == "specdec tune: nothing was measured within --seconds\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--batch", "1,x"], "--batch is 1,x, expected numbers from 1 on, with commas between them"),
-        (["--topk", "0"], "--topk is 0, expected numbers from 1 on, with commas between them"),
+        (
+            ["--speculative-eagle-topk", "0"],
+            "--speculative-eagle-topk is 0, expected numbers from 1 on, with commas between them",
+        ),
         (["--out", "/nowhere/t.json"], "--out is /nowhere/t.json, expected a file in an existing folder"),
         (["--out", "/"], "--out is /, expected a file in an existing folder"),
         (["--max-new-tokens", "1"], "--max-new-tokens is 1, expected at least 2"),
     ],
 )
 def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
-    assert cli.main(["tune", TARGET, "--draft", HEAD, *arguments]) == 2
+    assert cli.main(["tune", TARGET, "--speculative-draft-model-path", HEAD, *arguments]) == 2
     assert capsys.readouterr().err == f"specdec tune: {message}\n"
 
 
@@ -209,4 +223,4 @@ def test_a_file_that_is_no_tuning(capsys: Capture, tmp_path: Path) -> None:
     assert cli.main(["generate", "--tuning", str(file)]) == 2
     assert capsys.readouterr().err == f"specdec generate: {message}"
     assert cli.main(["bench", "round", "--device", "cpu", "--tuning", str(file)]) == 2
-    assert capsys.readouterr().err == f"specdec bench: {message}"
+    assert capsys.readouterr().err == f"specdec bench round: {message}"

@@ -1,4 +1,4 @@
-"""Published acceptance: the planted text has the published rates, its drafts are calibrated, and engines reach them."""
+"""Published acceptance: the synthetic text has the published rates, its drafts are calibrated, and engines reach them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec_kernels.synthetic.acceptance import (
     PublishedAcceptance,
     mean_accept_length,
 )
-from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm, plant_eagle3
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
 from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
 CPU = torch.device("cpu")
@@ -170,15 +170,15 @@ def test_unknown_names_are_refused(arguments: tuple[str, ...], message: str) -> 
 
 
 @pytest.mark.parametrize(("topk", "nodes"), [(1, 8), (4, 16)], ids=["chain", "tree"])
-def test_an_engine_walks_the_planted_text(device: torch.device, topk: int, nodes: int) -> None:
-    """Round by round what the logits say: planting writes them, the model computes them, and they decide the tree."""
+def test_engine_accepts_drafts_as_the_logits_say(device: torch.device, topk: int, nodes: int) -> None:
+    """Round by round: the synthetic model is made from the logits, computes them, and they decide the tree."""
     config = shape_config("tiny")
-    text = PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
     count = len(text.order)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     acceptance = PublishedAcceptance("chat")
-    target = plant_causal_lm(config, text, device=device, dtype=dtype)
-    head = plant_eagle3(target, text, acceptance)
+    target = synthetic_causal_lm(config, text, device=device, dtype=dtype)
+    head = synthetic_eagle3(target, text, acceptance)
     engine = Engine(
         target,
         draft=Eagle3(head, num_steps=7, topk=topk, num_nodes=nodes),

@@ -15,7 +15,7 @@ from specdec_kernels.engine import DraftBudget, Eagle, Engine, SamplingParams
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.models.heads.base import load_head
 from specdec_kernels.models.heads.eagle import EagleHead
-from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.shapes import shape_config
 from specdec_kernels.tiny import tiny_model
 from support.eagle_heads import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, random_tensors, write_head
@@ -104,7 +104,7 @@ def test_chains_are_those_of_the_published_forward(bias: bool, tmp_path: Path, m
     assert total >= 20 and same == total, (same, total)
 
 
-def planted_head(target: Any) -> EagleHead:
+def synthetic_head(target: Any) -> EagleHead:
     """Reads the token beside the feature alone, so that the target's own `lm_head` names its successor."""
     config = LlamaConfig(**{name: value for name, value in target.config.to_dict().items() if name != "model_type"})
     config.num_hidden_layers = 1
@@ -118,13 +118,13 @@ def planted_head(target: Any) -> EagleHead:
 
 
 @pytest.mark.parametrize("topk", [1, 3])
-def test_a_planted_head_is_right(topk: int) -> None:
+def test_a_synthetic_head_is_right(topk: int) -> None:
     config = shape_config("tiny")
-    text = PlantedText.of(config.vocab_size, 512)
-    target = plant_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
+    text = SyntheticText.of(config.vocab_size, 512)
+    target = synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
     engine = Engine(
         target,
-        draft=Eagle(planted_head(target), num_steps=4, topk=topk),
+        draft=Eagle(synthetic_head(target), num_steps=4, topk=topk),
         adaptive=False,
         max_len=128,
         num_slots=2,

@@ -263,23 +263,23 @@ def test_the_flag(sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["--generation-config", "auto", "--seed", "1"],
         ["--temperature", "1.5", "--top-k", "50", "--seed", "1"],
     ):
-        assert generate("--model", str(sampled), *flags) == 0
+        assert generate("--model-path", str(sampled), *flags) == 0
         out = capsys.readouterr().out
         texts.append(out.partition("\n\ngreen:")[0])
         assert ("sampled with --seed 1" in out) == bool(flags)
     assert texts[1] == texts[2] != texts[0]
-    assert generate("--model", str(sampled), "--generation-config", "auto", "--temperature", "0") == 0
+    assert generate("--model-path", str(sampled), "--generation-config", "auto", "--temperature", "0") == 0
     assert capsys.readouterr().out.partition("\n\ngreen:")[0] == texts[0]
 
 
 def test_the_flag_refuses(sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     GenerationConfig(no_repeat_ngram_size=3).save_pretrained(sampled)
-    assert generate("--model", str(sampled), "--generation-config", "auto") == 2
+    assert generate("--model-path", str(sampled), "--generation-config", "auto") == 2
     assert capsys.readouterr().err == (
         "specdec generate: SamplingParams: no_repeat_ngram_size is 3 in the generation config, expected 0 "
         "(no_repeat_ngram_size=0 leaves it out)\n"
     )
     (sampled / "generation_config.json").unlink()
-    assert generate("--model", str(sampled), "--generation-config", "auto") == 2
+    assert generate("--model-path", str(sampled), "--generation-config", "auto") == 2
     message = f"specdec generate: SamplingParams: {sampled} has no generation_config.json, expected one\n"
     assert capsys.readouterr().err == message

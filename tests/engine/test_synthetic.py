@@ -1,4 +1,4 @@
-"""Planted models write their text, and drafts for them are accepted as often as was asked; rounds are timed on them."""
+"""Synthetic models: targets continue their text, and drafts are accepted at the chosen rate; rounds are timed on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec_kernels.cli import main
 from specdec_kernels.engine import Eagle3, Engine, NewTokens, SamplingParams, Standalone
 from specdec_kernels.status import FinishReason
 from specdec_kernels.synthetic.acceptance import EvenAcceptance
-from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm, plant_eagle3
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
 from specdec_kernels.synthetic.shapes import SHAPES, draft_vocab_of, shape_config
 
 rounds = pytest.importorskip("specdec_kernels.bench.engine.round", reason="bench/ is not beside the package here")
@@ -22,21 +22,21 @@ rounds = pytest.importorskip("specdec_kernels.bench.engine.round", reason="bench
 CPU = torch.device("cpu")
 
 
-def tiny_text() -> PlantedText:
+def tiny_text() -> SyntheticText:
     config = shape_config("tiny")
-    return PlantedText.of(config.vocab_size, draft_vocab_of(config))
+    return SyntheticText.of(config.vocab_size, draft_vocab_of(config))
 
 
 def run(draft: str, accept: float, topk: int, nodes: int, device: torch.device, rank: int = 0) -> float:
     """The accept length of one long request, whose text is checked."""
     config, text = shape_config("tiny"), tiny_text()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    target = plant_causal_lm(config, text, device=device, dtype=dtype)
+    target = synthetic_causal_lm(config, text, device=device, dtype=dtype)
     acceptance = EvenAcceptance(accept, rank)
     if draft == "EAGLE3":
-        model = plant_eagle3(target, text, acceptance)
+        model = synthetic_eagle3(target, text, acceptance)
     else:
-        model = plant_causal_lm(config, text, device=device, dtype=dtype, acceptance=acceptance)
+        model = synthetic_causal_lm(config, text, device=device, dtype=dtype, acceptance=acceptance)
     options = {"num_steps": 4, "topk": topk, "num_nodes": nodes}
     proposer = Eagle3(model, **options) if draft == "EAGLE3" else Standalone(model, **options)
     engine = Engine(target, draft=proposer, adaptive=False, max_len=256, num_slots=2, device=device, dtype=dtype)
@@ -65,22 +65,22 @@ def test_a_rank_behind_the_first_is_found_by_trees_alone() -> None:
 
 
 def test_the_text_stays_inside_the_draft_vocabulary() -> None:
-    text = PlantedText.of(100, 30, seed=5)
+    text = SyntheticText.of(100, 30, seed=5)
     assert sorted(text.order.tolist()) == text.draft_ids.tolist()
     assert text.draft_ids.max() < 100 and len(set(text.draft_ids.tolist())) == 30
     assert text.tokens(28, 4) == [*text.order[28:].tolist(), *text.order[:2].tolist()]
 
 
 def test_the_second_text_has_the_rest_of_the_vocabulary(device: torch.device) -> None:
-    text = PlantedText.of(100, 30, seed=5)
+    text = SyntheticText.of(100, 30, seed=5)
     assert sorted([*text.order.tolist(), *text.other_order.tolist()]) == list(range(100))
     assert text.other_tokens(60, 10) == text.other_order[60:].tolist()
     with pytest.raises(ValueError, match=r"^other_tokens: start \+ count is 71, expected at most 70$"):
         text.other_tokens(60, 11)
-    assert not len(PlantedText.of(30, 30).other_order)
+    assert not len(SyntheticText.of(30, 30).other_order)
     config, text = shape_config("tiny"), tiny_text()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    target = plant_causal_lm(config, text, device=device, dtype=dtype)
+    target = synthetic_causal_lm(config, text, device=device, dtype=dtype)
     engine = Engine(target, max_len=256, num_slots=2, device=device, dtype=dtype)
     prompts = [text.other_tokens(3, 10), text.tokens(3, 10)]
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=60))
@@ -97,7 +97,7 @@ def test_shapes_are_configs_of_their_own(shape: str) -> None:
 
 def test_a_module_that_is_no_head_is_refused() -> None:
     config, text = shape_config("tiny"), tiny_text()
-    target = plant_causal_lm(config, text, device=CPU, dtype=torch.float32)
+    target = synthetic_causal_lm(config, text, device=CPU, dtype=torch.float32)
     with pytest.raises(ValueError) as error:
         Eagle3(target)
     assert str(error.value) == "Eagle3: head is a Qwen3ForCausalLM, expected a folder, a hub id or an Eagle3Head"
@@ -151,26 +151,26 @@ def test_rounds_of_weights_in_fewer_bits(weights: str, tmp_path: Path) -> None:
     assert stored["flops"] == dense["flops"] and stored["bytes"] < dense["bytes"]
 
 
-def test_a_size_too_small_to_time_is_no_wrong_result(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_round_skips_a_size_too_small_to_time(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "tree", "--accept", "6", "--output", "4"]
     assert main(command) == 2
     captured = capsys.readouterr()
     assert "skipped" in captured.out and "WRONG" not in captured.out
     assert captured.err.startswith("not timed: round shape=tiny algorithm=tree batch=1 ")
     assert captured.err.endswith(
-        "no round had all 1 requests: the first ended before the last began, which takes more --output\n"
+        "no round had all 1 requests: the first ended before the last began, expected a larger --output\n"
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["build_tree", "round"], "round is timed alone, expected no op beside it"),
-        (["round", "--accept", "2", "--drafter", "dspark"], "--accept is 2.0, expected none beside --drafter"),
-        (["round", "--max-len", "12"], "--max-len is 12, expected at least 65, a prompt's tokens and its output's"),
+        (["build_tree", "round"], "round is no op, expected it first: specdec bench round"),
+        (["round", "--accept", "2", "--drafter", "dspark"], "--accept is 2.0, expected none with --drafter"),
+        (["round", "--max-len", "12"], "--max-len is 12, expected at least 65, the tokens of prompt and output"),
     ],
 )
-def test_what_round_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_round_refuses_bad_sizes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments, "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
 
@@ -195,7 +195,7 @@ def test_what_a_pass_reads_of_experts() -> None:
     whole = rounds.weights(model)
     for rows, share in ((1, 2 / 8), (2, 1 - (6 / 8) ** 2), (100, 1.0)):
         read = rounds.weights(model, rows)
-        assert whole.numbers - read.numbers == numbers * 6 // 8
+        assert whole.elements - read.elements == numbers * 6 // 8
         assert (whole.nbytes - read.nbytes) / 4 == pytest.approx(numbers * (1 - share), abs=2)
 
 

@@ -1,4 +1,4 @@
-"""Rounds of planted drafts by the ops alone: as often right as published heads are, and calibrated, or not yet.
+"""Rounds of synthetic drafts by the ops alone: right as often as published heads, and calibrated or not yet.
 
 A tree by calibrated scores accepts what a chain of as many nodes does, and the budget expects what comes.
 """
@@ -37,7 +37,7 @@ class Drafts(NamedTuple):
 
 
 @functools.cache
-def planted(domain: str, temperature: float) -> Drafts:
+def synthetic_drafts(domain: str, temperature: float) -> Drafts:
     """A head of published acceptance; its logits divided by a temperature, it is too sure (0.5) or not sure enough."""
     logits = PublishedAcceptance(domain).logits(TEXT, MOST_CANDIDATES) / temperature
     others = torch.full((TEXT, 1), VOCAB - logits.shape[1]).log()  # of logit 0
@@ -84,7 +84,7 @@ def test_a_tree_by_calibrated_scores_accepts_what_a_chain_of_as_many_nodes_does(
     domain: str, temperature: float
 ) -> None:
     """At every budget, of rounds from the same roots."""
-    drafts, calibration = planted(domain, temperature), sd.make_calibration(STEPS, torch.empty(0))
+    drafts, calibration = synthetic_drafts(domain, temperature), sd.make_calibration(STEPS, torch.empty(0))
     roots = torch.randint(0, TEXT, (64,), dtype=INT)
     for _ in range(60):
         drafted = draft(drafts, roots, TOPK, STEPS, 16, calibration.table)
@@ -112,7 +112,7 @@ def test_the_budget_expects_what_comes(size: int, domain: str, temperature: floa
     that it has learnt from."""
     batch, levels = BATCHES[size], torch.tensor(ROWS[size], dtype=INT)
     limits = torch.tensor([most_nodes(batch, rows, NEEDS) for rows in ROWS[size]], dtype=INT)
-    drafts, calibration = planted(domain, temperature), sd.make_calibration(WIDTH - 1, torch.empty(0))
+    drafts, calibration = synthetic_drafts(domain, temperature), sd.make_calibration(WIDTH - 1, torch.empty(0))
     budget, last = Budget(RoundCosts(BATCHES, ROWS, US), WIDTH), 0
     roots = torch.randint(0, TEXT, (batch,), dtype=INT)
     expected = came = 0.0

@@ -16,7 +16,7 @@ from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, Ngram, Samp
 from specdec_kernels.engine.config import PagePlan
 from specdec_kernels.models.families import Mistral
 from specdec_kernels.synthetic.acceptance import EvenAcceptance
-from specdec_kernels.synthetic.models import PlantedText, plant_eagle3
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_eagle3
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 from support.tiny_random_models import NATIVE, VOCAB, tiny_model
 from support.window_models import MODELS, SIZES, WINDOW, model_of, random_texts
@@ -168,7 +168,7 @@ def test_texts_beyond_the_window(name: str, draft: str, implementation: str, dev
 def test_a_head_sees_all_of_a_text(adaptive: bool, device: torch.device) -> None:
     """Its pages stay, also where it rests and catches up; those of the target's layers come back."""
     model, plain = model_of("all"), model_of("all")  # the head takes along what it shares with its target
-    head = plant_eagle3(model, PlantedText.of(VOCAB, VOCAB), EvenAcceptance())
+    head = synthetic_eagle3(model, SyntheticText.of(VOCAB, VOCAB), EvenAcceptance())
     prompts = random_texts(150, 3, 90)
     draft = Eagle3(head, num_steps=3, topk=3, num_nodes=9)
     with engine_of(deepcopy(model), draft, device, adaptive=adaptive) as engine:

@@ -30,7 +30,7 @@ from specdec_kernels.models.layers.moe import (
 )
 from specdec_kernels.models.layers.quantized import Fp8Weight
 from specdec_kernels.ops import Routing
-from specdec_kernels.synthetic.models import PlantedText, plant_causal_lm
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from support.random_checkpoints import EXPERTS, random_prompts, save_random_model
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 
@@ -312,14 +312,14 @@ def test_experts_in_mxfp4(tmp_path: Path, device: torch.device) -> None:
     assert len(comparison.near_ties) <= 1
 
 
-def test_planted_experts_write_the_text() -> None:
+def test_synthetic_moe_continues_the_text() -> None:
     config = AutoConfig.for_model(
         "qwen3_moe", vocab_size=256, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=64, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, bos_token_id=None,
         eos_token_id=None,
     )  # fmt: skip
-    text = PlantedText.of(256, 128)
-    model = plant_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
+    text = SyntheticText.of(256, 128)
+    model = synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
     (output,) = Engine(model, max_len=128, device="cpu").generate([text.tokens(0, 8)], SamplingParams(20))
     assert output.tokens == text.tokens(8, 20)
 

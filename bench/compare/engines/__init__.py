@@ -1,7 +1,7 @@
-"""Whole engines beside each other on one checkpoint: each in a process of its own, driven by one interface.
+"""Engines that `specdec bench engines` compares, each run in a process of its own through one interface.
 
 An engine is a module here with `version()`, and `Runner(job, algorithm)`, which loads the models as the engine's users
-would and whose `generate(prompts, count)` greedily writes exactly `count` tokens behind each prompt.
+would. Its `generate(prompts, count)` greedily generates exactly `count` tokens for each prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-# The engines by name, and the package that must be installed for each.
+# Engines by name, and the package that each needs.
 PACKAGES = {
     "ours": "specdec_kernels",
     "sglang": "sglang",
@@ -23,20 +23,19 @@ PACKAGES = {
     "vllm": "vllm",
     "vllm_plugin": "vllm",
 }
-SERVED = "planted"  # the name of a model that is served
-# Where those look for what plugs into them.
+# Groups of entry points in which engines look for plugins.
 PLUGINS = {"sglang_plugin": "sglang.srt.plugins", "vllm_plugin": "vllm.general_plugins"}
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How to draft, in the terms that engines share. No steps: plain decoding."""
+    """How to draft, in terms that all engines share. Without steps: plain decoding."""
 
     num_steps: int = 0
     topk: int = 1
     num_nodes: int = 1
     adaptive: bool = False
-    ngram: bool = False  # drafts are what followed the last tokens elsewhere in the text
+    ngram: bool = False  # draft what followed the last tokens elsewhere in the text
 
 
 ALGORITHMS = {
@@ -50,7 +49,7 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker gets, as JSON."""
+    """The input of a worker, as JSON."""
 
     engine: str
     algorithm: str
@@ -59,10 +58,9 @@ class Job:
     device: str
     dtype: str
     max_len: int
-    # Of each batch size its runs, of each run its waves, of each wave the prompts. The first run counts for nothing;
-    # behind it a short one and a long one take turns.
+    # Prompts by batch size, run, wave and request. The first run is a warm-up; after it, short and long runs alternate.
     batches: list[list[list[list[list[int]]]]]
-    short: int  # tokens of the run that is taken off the long one
+    short: int  # tokens of the run that is subtracted from the long one
     long: int
     repeats: int
     turns: str | None = None  # the folder in which engines that share a GPU take turns
@@ -71,20 +69,22 @@ class Job:
 
 @dataclass(frozen=True)
 class Generated:
-    """Of one call."""
+    """The result of a call."""
 
     tokens: list[list[int]]
-    rounds: int | None  # of all requests together, where the engine tells
+    rounds: int | None  # of all requests together, if the engine reports it
 
 
 class Runner(Protocol):
+    """An engine with its models loaded."""
+
     def __init__(self, job: Job, algorithm: Algorithm) -> None: ...
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated: ...
 
 
 def is_installed(engine: str, folders: list[str]) -> bool:
-    """Whether a worker finds the engine, with `folders` before its own path, and what plugs into it."""
+    """Return whether a worker finds the engine and its plugin, with `folders` before its own path."""
     if engine in PLUGINS:
         there = (point for found in distributions(path=[*folders, *sys.path]) for point in found.entry_points)
         if not any(point.group == PLUGINS[engine] and point.name == "specdec" for point in there):
@@ -95,7 +95,10 @@ def is_installed(engine: str, folders: list[str]) -> bool:
 
 
 def can_run(engine: str, algorithm: Algorithm) -> bool:
-    """Adaptive trees are ours alone, and vLLM has no trees. SGLang takes FA3 by itself for all but trees."""
+    """Return whether an engine has an algorithm that another entry does not cover.
+
+    Only ours has adaptive trees, and vLLM has no trees. SGLang uses FA3 by default except for trees.
+    """
     if algorithm.adaptive:
         return engine == "ours"
     if engine == "sglang_fa3":
@@ -104,16 +107,20 @@ def can_run(engine: str, algorithm: Algorithm) -> bool:
 
 
 def max_batch(job: Job) -> int:
+    """Return the largest number of requests at a time."""
     return max(len(wave) for runs in job.batches for waves in runs for wave in waves)
 
 
 def kv_tokens(job: Job) -> int | None:
-    """Tokens whose KV an engine that shares a GPU has room for, a quarter more than the largest batch's; else None."""
+    """Return how many tokens of KV an engine that shares a GPU has room for; None if it has the GPU alone.
+
+    That is a quarter more than those of the largest batch.
+    """
     return None if job.turns is None else max_batch(job) * job.max_len * 5 // 4
 
 
 def how_installed(package: str) -> str | None:
-    """What put the package here, as its metadata says: pip, or a path or address that it came from."""
+    """Return where the package was installed from by its metadata: an installer, a file name or a URL."""
     import importlib.metadata as metadata
     import json
 
@@ -123,6 +130,6 @@ def how_installed(package: str) -> str | None:
         return None
     came_from: Any = json.loads(found.read_text("direct_url.json") or "{}")
     url = str(came_from.get("url", ""))
-    if url.startswith("file:"):  # whose folder says nothing elsewhere
+    if url.startswith("file:"):  # the folder means nothing on another machine
         return unquote(url.rsplit("/", 1)[-1])
     return url or (found.read_text("INSTALLER") or "unpacked wheel").strip()

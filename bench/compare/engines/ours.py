@@ -11,16 +11,20 @@ from . import Algorithm, Generated, Job, max_batch
 
 
 def version() -> str:
+    """Return the version of the package."""
     return __version__
 
 
 def draft_of(job: Job, a: Algorithm) -> Draft | None:
+    """Return the draft of an algorithm."""
     if a.ngram:
         return Ngram(num_nodes=a.num_nodes)
     return Eagle3(job.head, num_steps=a.num_steps, topk=a.topk, num_nodes=a.num_nodes) if a.num_steps else None
 
 
 class Runner:
+    """Our engine with its models loaded."""
+
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
         a = algorithm
         self.engine = Engine(

@@ -1,4 +1,4 @@
-"""SGLang with FA3 for trees, for which it takes FlashInfer by itself."""
+"""SGLang with FA3 for trees, where its default is FlashInfer."""
 
 from __future__ import annotations
 
@@ -10,4 +10,6 @@ version = plain.version
 
 
 class Runner(plain.Runner):
+    """SGLang with FA3."""
+
     options: dict[str, Any] = {"attention_backend": "fa3"}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""SGLang with our plugin: attention, drafts' attention and the functions on trees are ours, and so are n-grams."""
+"""SGLang with our plugin: our attention for target and drafts, our tree functions and our n-gram drafts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ version = plain.version
 
 
 class Runner(plain.Runner):
+    """SGLang with our plugin."""
+
     plugin = True
     ngram = "SPECDEC_NGRAM"
     options: dict[str, Any] = {"attention_backend": "specdec"}  # noqa: RUF012

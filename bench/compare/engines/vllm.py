@@ -1,4 +1,4 @@
-"""vLLM, through its offline `LLM` (written for 0.26), whose EAGLE-3 drafts are chains."""
+"""vLLM through its offline `LLM`; its EAGLE-3 drafts are chains. Written for 0.26."""
 
 from __future__ import annotations
 
@@ -9,55 +9,56 @@ from typing import Any
 
 from . import Algorithm, Generated, Job, kv_tokens, max_batch
 
-DRAFTS = "vllm:spec_decode_num_drafts"  # its counter of rounds that drafted,
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"  # and of drafts that were accepted
+DRAFTS = "vllm:spec_decode_num_drafts"  # counter of rounds with drafts
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"  # counter of accepted drafts
 
 
 def version() -> str:
+    """Return the version of the package."""
     import vllm
 
     return str(vllm.__version__)
 
 
 def kv_bytes(job: Job) -> int:
-    """Of a token, in the target and in a head of one layer."""
+    """Return the bytes of KV of a token, in the target and a head of one layer."""
     config = json.loads((Path(job.target) / "config.json").read_text())
     return 4 * config["num_key_value_heads"] * config["head_dim"] * (config["num_hidden_layers"] + 1)
 
 
 class Runner:
-    """vLLM as it is, also where our plugin is installed beside it."""
+    """vLLM without our plugin, even if that is installed."""
 
     plugin: bool = False
-    # Its own n-grams match from two tokens on, not from five, its default, since it drafts more often then.
+    # Match n-grams from two tokens on instead of five, its default: it drafts more often then.
     ngram: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}  # noqa: RUF012
     options: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
-        os.environ["SPECDEC_VLLM"] = "1" if self.plugin else "0"  # before any of its processes starts
+        os.environ["SPECDEC_VLLM"] = "1" if self.plugin else "0"  # before a process of it starts
         import vllm
 
         shared, drafting = {}, {}
-        if (room := kv_tokens(job)) is not None:  # the first decides, the second must be free when it starts
+        if (room := kv_tokens(job)) is not None:  # the first sets the size; the second must be free at the start
             shared = {"kv_cache_memory_bytes": room * kv_bytes(job), "gpu_memory_utilization": 0.2}
         if algorithm.ngram:
             drafting = {"speculative_config": self.ngram | {"num_speculative_tokens": algorithm.num_steps}}
         elif algorithm.num_steps:
             config = {"method": "eagle3", "model": job.head, "num_speculative_tokens": algorithm.num_steps}
-            drafting = {"speculative_config": config | self.options}  # drafts do not follow the target
+            drafting = {"speculative_config": config | self.options}  # the options of the target do not apply to drafts
         self.llm = vllm.LLM(
             job.target,
             dtype=job.dtype,
             skip_tokenizer_init=True,  # prompts and outputs are token ids
             max_model_len=job.max_len,
             max_num_seqs=max_batch(job),
-            enable_prefix_caching=False,  # or a repeated prompt would be free, here alone
-            disable_log_stats=False,  # its counters
+            enable_prefix_caching=False,  # or repeated prompts would be free in this engine only
+            disable_log_stats=False,  # needed for its counters
             **shared,
             **drafting,
             **self.options,
         )
-        # Of drafts that not every round has, those that were accepted tell how many rounds there were.
+        # N-gram rounds without drafts are not counted: accepted drafts tell how many rounds there were.
         self.counter = None if not drafting else ACCEPTED if algorithm.ngram else DRAFTS
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated:
@@ -67,11 +68,12 @@ class Runner:
         before = self.counted()
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
         tokens, counted = [list(output.outputs[0].token_ids) for output in outputs], self.counted() - before
-        if self.counter == ACCEPTED:  # a round gives one more, and the first token is of no round
+        if self.counter == ACCEPTED:  # a round emits one token more, and the first token is of no round
             return Generated(tokens, sum(len(t) - 1 for t in tokens) - counted)
         return Generated(tokens, None if self.counter is None else counted)
 
     def counted(self) -> int:
+        """Return the counter's value."""
         if self.counter is None:
             return 0
         return sum(int(metric.value) for metric in self.llm.get_metrics() if metric.name == self.counter)

@@ -1,4 +1,4 @@
-"""vLLM with our plugin: attention of the target and of the drafts is ours, and so is the proposer of n-grams."""
+"""vLLM with our plugin: our attention for target and drafts, and our n-gram proposer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ version = plain.version
 
 
 class Runner(plain.Runner):
+    """vLLM with our plugin."""
+
     plugin = True
     ngram: dict[str, Any] = {"method": "custom_class", "model": "specdec_kernels.compat.vllm.NgramProposer"}  # noqa: RUF012
     options: dict[str, Any] = {"attention_backend": "CUSTOM"}  # noqa: RUF012

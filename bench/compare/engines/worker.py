@@ -1,6 +1,6 @@
-"""Runs one engine with one algorithm: `python -m specdec_kernels.bench.compare.engines.worker JOB.json OUT.json`.
+"""Run one engine with one algorithm: `python -m specdec_kernels.bench.compare.engines.worker JOB.json OUT.json`.
 
-OUT.json is written anew behind every batch size, so that what was measured survives an engine that hangs or dies.
+OUT.json is written after every batch size, so that measurements survive an engine that hangs or dies.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from . import ALGORITHMS, PACKAGES, Job, Runner, how_installed
 
 
 def measure(runner: Runner, job: Job, runs: list[list[list[list[int]]]]) -> dict[str, Any]:
-    """Seconds of all waves with short and with long outputs, by repeat; texts and rounds of the last repeat."""
+    """Return seconds of all waves with short and long outputs, by repeat, and texts and rounds of the last repeat."""
     seconds: dict[str, list[float]] = {"short": [], "long": []}
     tokens: list[list[int]] = []
     rounds: list[int | None] = []
     first, *others = runs
-    for wave in first:  # whatever is still compiled or captured at this size, and at those that its last rounds have
+    for wave in first:  # compiles and captures what this size and that of the last rounds still need
         runner.generate(wave, job.long)
     for name, waves in zip(("short", "long") * job.repeats, others, strict=True):
         tokens, rounds = [], []
@@ -34,18 +34,18 @@ def measure(runner: Runner, job: Job, runs: list[list[list[list[int]]]]) -> dict
         for wave in generated:
             tokens += wave.tokens
             rounds.append(wave.rounds)
-    told = None if None in rounds else sum(r for r in rounds if r is not None)
-    return {"batch": len(first[0]), "seconds": seconds, "tokens": tokens, "rounds": told}
+    total = None if None in rounds else sum(r for r in rounds if r is not None)
+    return {"batch": len(first[0]), "seconds": seconds, "tokens": tokens, "rounds": total}
 
 
 @contextmanager
 def turn(job: Job) -> Iterator[None]:
-    """While it is this engine's turn, once all that share the GPU are there or have ended."""
+    """Wait until all engines that share the GPU have started or ended, and then for this engine's turn."""
     if job.turns is None:
         yield
         return
     folder = Path(job.turns)
-    (folder / f"{job.engine}-{job.algorithm} is there").touch()
+    (folder / f"{job.engine}-{job.algorithm} has started").touch()
     while len({file.name.split(" ")[0] for file in folder.glob("* *")}) < job.runners:
         time.sleep(0.1)
     with (folder / "turn").open("w") as lock:
@@ -54,12 +54,13 @@ def turn(job: Job) -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> None:
+    """Run the job of a file and write the result."""
     source, target = map(Path, arguments)
     job = Job(**json.loads(source.read_text()))
     engine = import_module(f".{job.engine}", __package__)
     start = time.perf_counter()
     runner = engine.Runner(job, ALGORITHMS[job.algorithm])
-    import torch  # what the engine runs on, once it is there
+    import torch  # imported by the engine already
     import transformers
 
     result: dict[str, Any] = {

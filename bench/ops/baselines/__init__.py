@@ -1,7 +1,7 @@
-"""Other packages' kernels for the work of ours, as baselines, where they are installed. None of their code is here.
+"""Kernels of other packages as baselines, where they are installed. None of their code is here.
 
-An adapter hands a case its peers: it allocates what the package's own engine allocates per round, calls the package's
-functions, and says how their results compare with the reference. Written for sglang 0.5.23,
+An adapter makes baselines for a case: it allocates what the package's own engine allocates per round, calls the
+package's functions, and compares their results with the reference. Written for sglang 0.5.23,
 flashinfer-python 0.7.2 and arctic-inference 0.3.0.
 """
 
@@ -20,29 +20,29 @@ from ..harness import Baseline
 
 @cache
 def installed(name: str) -> Any:
-    """A module of a peer's; None without the package, or, said on stderr, where it does not import."""
+    """Import a module of another package; None without the package, or, with a note on stderr, if that fails."""
     if find_spec(name.partition(".")[0]) is None:
         return None
     try:
         return import_module(name)
-    except Exception as error:  # whatever an installation of another package may lack
+    except Exception as error:  # another package may fail to import in any way
         print(f"specdec bench: {name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
         return None
 
 
 def module(name: str, device: torch.device) -> Any:
-    """One with kernels, which need a GPU."""
+    """Import a module whose kernels need a GPU; None on a CPU."""
     return installed(name) if device.type == "cuda" else None
 
 
-def that_run(*peers: Baseline) -> list[Baseline]:
-    """Those whose call works here at all; the others, said on stderr, are left out."""
+def that_run(*baselines: Baseline) -> list[Baseline]:
+    """Return the baselines whose call works here; the others are named on stderr."""
     working = []
-    for peer in peers:
+    for baseline in baselines:
         try:
-            peer.call()
-        except Exception as error:  # whatever a package has not for these sizes or this device
-            print(f"specdec bench: {peer.name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+            baseline.call()
+        except Exception as error:  # a package may lack these sizes or this device
+            print(f"specdec bench: {baseline.name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
         else:
-            working.append(peer)
+            working.append(baseline)
     return working

@@ -1,8 +1,8 @@
-"""FlashAttention-3, as SGLang's package or its own has it (written for sgl-kernel 0.3 and flash_attn_interface 3.0).
+"""FlashAttention-3 from SGLang's package or its own (written for sgl-kernel 0.3 and flash_attn_interface 3.0).
 
-It knows no tree masks. Its causal chain reads the same bytes and is a bound rather than a peer. A tree takes two
-passes, as SGLang's `fa3` backend makes them: the prefix for all rows, then each row alone over the tail rows that it
-sees; the two results are merged by their sums of exponentials.
+It has no tree masks. Its causal chain reads the same bytes: a bound, no baseline. A tree takes two passes, as in
+SGLang's `fa3` backend: the prefix for all rows, then each row alone over the tail rows that it attends to; the two
+results are merged by their sums of exponentials.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .paged import PagedTrees
 def tree_attention(
     x: PagedTrees, check: Callable[[Tensor], None], check_chain: Callable[[Tensor], None]
 ) -> Sequence[Baseline]:
+    """Return the baselines of tree_attention that run here."""
     device = x.q.device
     fa3 = module("sgl_kernel.flash_attn", device) or module("flash_attn_interface", device)
     if fa3 is None or x.k_pool.dtype != x.q.dtype:
@@ -30,16 +31,17 @@ def tree_attention(
     def chain() -> Any:
         return attend(x.q, x.k_pool, x.v_pool, cache_seqlens=seq_lens, page_table=x.page_table, causal=True)
 
-    peers = [Baseline("fa3 causal chain", chain, check_chain)]
+    baselines = [Baseline("fa3 causal chain", chain, check_chain)]
     merging = module("sgl_kernel", device)
     if merging is not None:
-        peers.append(Baseline("fa3 two passes", two_passes(x, attend, merging.merge_state_v2), check))
-    return that_run(*peers)
+        baselines.append(Baseline("fa3 two passes", two_passes(x, attend, merging.merge_state_v2), check))
+    return that_run(*baselines)
 
 
 def two_passes(x: PagedTrees, attend: Any, merge: Any) -> Callable[[], Tensor]:
+    """Return a call of both passes and their merge."""
     batch, nodes, heads, head_dim = x.q.shape
-    # Rows of the pool as pages of one row, and of each query row those that it sees: once per step, for all layers.
+    # Pages of one row, and the rows that each query row attends to: computed once per step for all layers.
     k_rows, v_rows = (pool.view(-1, 1, *pool.shape[2:]) for pool in (x.k_pool, x.v_pool))
     at = x.prefix_lens[:, None] + torch.arange(nodes, device=x.q.device)
     places = x.page_table.gather(1, at // x.page_size) * x.page_size + at % x.page_size

@@ -15,11 +15,11 @@ from ..harness import Baseline
 from . import module, that_run
 from .paged import PagedTrees
 
-SEED, OFFSET = 0, 0  # given, because drawing them from torch's generator is nothing a CUDA graph can hold
+SEED, OFFSET = 0, 0  # fixed: drawing them from torch's generator cannot be captured in a CUDA graph
 
 
 def sample_every_node(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Callable[[], Tensor] | None:
-    """What samples a token [B, N] from each row of logits [B, N, V], or None where flashinfer cannot run."""
+    """Return a call that samples a token [B, N] from each row of logits [B, N, V], None where flashinfer cannot run."""
     ops = module("flashinfer.sampling", logits.device)
     if ops is None:
         return None
@@ -48,8 +48,9 @@ XQA_PAGE_SIZES = (16, 32, 64, 128)
 
 
 def tree_attention(x: PagedTrees, check: Callable[[Tensor], None]) -> Sequence[Baseline]:
-    """The kernel that takes any mask, of a bit for each query row and KV row, after its plan on the host, which is not
-    timed; and XQA, whose mask is of the tree alone.
+    """Return the kernel with a mask bit for each query row and KV row, and XQA, with the tree's mask alone.
+
+    The first one's plan on the host is not timed.
     """
     device = x.q.device
     prefill, decode = module("flashinfer.prefill", device), module("flashinfer.decode", device)
@@ -98,13 +99,13 @@ def tree_attention(x: PagedTrees, check: Callable[[Tensor], None]) -> Sequence[B
         )  # fmt: skip
         return out.view(x.q.shape)
 
-    peers = [Baseline("flashinfer custom mask", with_custom_mask, check)]
+    baselines = [Baseline("flashinfer custom mask", with_custom_mask, check)]
     if x.page_size in XQA_PAGE_SIZES and nodes > 1:
-        peers.append(Baseline("flashinfer xqa", xqa, check))
-    return that_run(*peers)
+        baselines.append(Baseline("flashinfer xqa", xqa, check))
+    return that_run(*baselines)
 
 
 @cache
 def workspace(device: torch.device, _user: str) -> Tensor:
-    """Zeros, as XQA wants them: it counts in there and leaves zeros behind."""
+    """Return the zeros that XQA needs: it counts in them and resets them to zero."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

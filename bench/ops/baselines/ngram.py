@@ -1,8 +1,7 @@
-"""Arctic's suffix decoding, SGLang's n-gram trie and vLLM's prompt lookup, fed and asked as their engines do it
-(bench/engine/ngram_replay.py).
+"""Arctic's suffix decoding, SGLang's n-gram trie and vLLM's prompt lookup, called as their engines call them.
 
-All run on the CPU. Written for arctic-inference 0.3.0, whose package needs no more than NumPy for this, sglang 0.5.23,
-whose trie is compiled when it is first used, and vllm 0.26.0, whose lookup Numba compiles.
+`bench/engine/ngram_replay.py` uses them. All run on the CPU. Written for arctic-inference 0.3.0, which needs only NumPy
+for this, sglang 0.5.23, whose trie is compiled on first use, and vllm 0.26.0, whose lookup Numba compiles.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ import numpy as np
 from ...engine.drafter import Drafter
 from . import installed
 
-TRIE_DEPTH, TRIE_NODES = 18, 10_000_000  # what sglang serves with
-LOOKUP = 5  # tokens that have to match, vllm's default; shorter matches down to 2 are what its users ask for
-MOST_TOKENS = 1 << 14  # of a request
+TRIE_DEPTH, TRIE_NODES = 18, 10_000_000  # sglang's defaults
+LOOKUP = 5  # tokens that must match, vllm's default; its users set matches down to 2
+MOST_TOKENS = 1 << 14  # per request
 EVERY_LENGTH = 1e6
 
 
 class SuffixTrees(Drafter):
-    """Arctic: a suffix tree of the request beside one of all answers; the better of both drafts."""
+    """Arctic: a suffix tree of the request and one of all answers; the better draft of the two."""
 
     def __init__(self, package: Any, drafts: int, *, depth: int, tree: bool) -> None:
         self._cache = package.SuffixDecodingCache(max_tree_depth=depth)
-        factor = EVERY_LENGTH if tree else 1.0  # its default: as many drafts as tokens that match
+        factor = EVERY_LENGTH if tree else 1.0  # its default: as many drafts as matching tokens
         self._options = {"max_spec_tokens": drafts, "max_spec_factor": factor, "use_tree_spec": tree}
         self._depth, self._request = depth, 0
 
@@ -78,7 +77,7 @@ class Trie(Drafter):
             self._insert(prompt)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._insert(self._context[-TRIE_DEPTH:])  # a round late, as there
+        self._insert(self._context[-TRIE_DEPTH:])  # a round late, as in its engine
         self._context += tokens
 
     def draft(self) -> Any:
@@ -86,7 +85,7 @@ class Trie(Drafter):
 
     def nodes(self, found: Any) -> tuple[list[int], list[int]]:
         tokens, mask = found[0].tolist(), found[1].reshape(len(found[0]), -1)
-        # Ancestors stand before their children. Room that is left over is filled with token 0, which is none here.
+        # Ancestors come before their children. Unused room is filled with token 0, which no text here has.
         kept = [i for i, token in enumerate(tokens) if i == 0 or token != 0]
         number = {node: i for i, node in enumerate(kept)}
         parents = [-1 if i == 0 else number[int(mask[i, :i].nonzero()[0][-1])] for i in kept]
@@ -94,7 +93,7 @@ class Trie(Drafter):
 
 
 class PromptLookup(Drafter):
-    """vLLM: a chain behind the last place of the request's own text that ends as the text does."""
+    """vLLM: a chain, the continuation of the last match in the request's own text."""
 
     def __init__(self, package: Any, drafts: int, *, shortest: int) -> None:
         self._proposer = package.NgramProposer(
@@ -112,7 +111,7 @@ class PromptLookup(Drafter):
         self._length = np.zeros(1, np.int32)
 
     def learn(self, document: Sequence[int]) -> None:
-        """Nothing: it looks at the request alone."""
+        """Ignore the document: only the request is searched."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._length[0] = 0
@@ -136,7 +135,7 @@ class PromptLookup(Drafter):
 
 
 def ngram_drafters() -> dict[str, Callable[[int], Drafter]]:
-    """By name, what makes one for so many drafts: as it is served, and as it drafts best."""
+    """Return functions that make drafters for a number of drafts, by name: as served, and at their best."""
     drafters: dict[str, Callable[[int], Drafter]] = {}
     if arctic := installed("arctic_inference.suffix_decoding"):
         drafters["arctic"] = lambda drafts: SuffixTrees(arctic, drafts, depth=24, tree=False)

@@ -1,4 +1,4 @@
-"""What a kernel of attention over paged KV is given, in the letters of `tree_attention`."""
+"""Inputs of a kernel of attention over paged KV, named as in `tree_attention`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PagedTrees:
+    """Trees after paged prefixes."""
+
     q: Tensor  # [B, N, Hq, D]
     k_pool: Tensor  # [pages, page_size, Hkv, D]
     v_pool: Tensor
     page_table: Tensor  # [B, max_pages] int32
     prefix_lens: Tensor  # [B] int32
     tree: Tensor  # [B, N, N] bool: which tail rows a row sees
-    mask: Tensor  # [B, N, W] int64: the same as bits
+    mask: Tensor  # [B, N, W] int64: `tree` as bits
 
     @property
     def page_size(self) -> int:
@@ -23,5 +25,5 @@ class PagedTrees:
 
     @property
     def seq_lens(self) -> Tensor:
-        """Rows of KV, the tree's among them: [B] int32."""
+        """KV rows including the tree's: [B] int32."""
         return self.prefix_lens + self.q.shape[1]

@@ -19,7 +19,7 @@ from ..check import WrongResult, expect_equal
 from ..harness import Baseline
 from . import module
 
-QLEN_ONLY = 1  # the mask's layout: [B, N, N] bytes, the smallest that takes any N
+QLEN_ONLY = 1  # mask layout: [B, N, N] bytes, the smallest for any N
 
 Links = tuple[Tensor, Tensor, Tensor]  # retrieve_index, next_token, next_sibling: int64 [B, N]
 
@@ -36,14 +36,14 @@ def build_tree(
     num_steps: int,
     want: Callable[[], sd.Tree],
 ) -> Sequence[Baseline]:
-    """The tree of `nodes` best candidates; and its kernel alone, on candidates chosen and sorted already."""
+    """Return the builder of a tree of the `nodes` best candidates, and its kernel alone, on sorted candidates."""
     tree, device = kernels("tree", root_tokens.device), root_tokens.device
     batch, count = candidates.tokens.shape
     if tree is None or count < nodes - 1:
         return ()
     k = 1 if count == num_steps else next(k for k in range(2, count) if k + (num_steps - 1) * k * k == count)
     tokens, roots, lens = candidates.tokens.long(), root_tokens.long(), seq_lens.long()
-    # The parent of each run of k candidates; the first run's is the root.
+    # The parent of each run of k candidates; that of the first run is the root.
     parents = torch.cat([torch.full_like(roots[:, None], -1), candidates.parents[:, k::k].long()], 1).contiguous()
 
     def choose() -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def build_tree(
 
 
 def build_tree_from_mask(tree: sd.Tree) -> Sequence[Baseline]:
-    """Positions and links from a mask of bytes; parents and bit masks it has not."""
+    """Return the baseline: positions and links from a mask of bytes, without parents and bit masks."""
     ops, device = kernels("tree", tree.tokens.device), tree.tokens.device
     if ops is None:
         return ()
@@ -96,7 +96,7 @@ def build_tree_from_mask(tree: sd.Tree) -> Sequence[Baseline]:
 def verify_greedy(
     logits: Tensor, tree: sd.Tree, width: int, check: Callable[[tuple[Tensor, ...]], None]
 ) -> Sequence[Baseline]:
-    """Argmax of every node, then the walk."""
+    """Return the baseline: argmax of every node, then the walk."""
     ops = kernels("tree", logits.device)
     if ops is None:
         return ()
@@ -119,7 +119,10 @@ def verify_sampled(
     top_p: float,
     check: Callable[[tuple[Tensor, ...]], None],
 ) -> Sequence[Baseline]:
-    """Softmax, top-k and top-p of every node, then the walk with its own coins (its `accept` thresholds at 1)."""
+    """Return the baseline: softmax, top-k and top-p of every node, then the walk with its own coins.
+
+    Its `accept` thresholds are 1.
+    """
     ops = kernels("sampling", logits.device)
     renorm = module("flashinfer.sampling", logits.device)
     if ops is None or renorm is None:
@@ -154,13 +157,13 @@ def links_of(tree: sd.Tree) -> Links:
 
 
 def visible_nodes(tree: sd.Tree) -> Tensor:
-    """The mask's bits as bool [B, N, N]."""
+    """Unpack the mask's bits into bool [B, N, N]."""
     bits = torch.arange(tree.tokens.shape[1], device=tree.mask.device)
     return ((tree.mask[:, :, bits // 64] >> (bits % 64)) & 1).bool()
 
 
 def accept_buffers(tree: sd.Tree, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """predicts, accept_index and accept_token_num, as the kernels want them."""
+    """Return predicts, accept_index and accept_token_num, the outputs of the kernels."""
     batch, device = len(tree.tokens), tree.tokens.device
     return (
         torch.zeros(tree.tokens.numel(), dtype=torch.int32, device=device),
@@ -170,7 +173,7 @@ def accept_buffers(tree: sd.Tree, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def accepted(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, tree: sd.Tree) -> tuple[Tensor, ...]:
-    """Their result as verify_tree's: tokens, lengths (the bonus token counts), path."""
+    """Convert their result to verify_tree's: tokens, lengths (including the bonus token), path."""
     nodes = tree.tokens.shape[1]
     lengths = accept_token_num + 1
     columns = torch.arange(accept_index.shape[1], device=predicts.device)
@@ -188,7 +191,7 @@ def expect_same_trees(
     next_sibling: Tensor,
     want: sd.Tree,
 ) -> None:
-    """The same nodes, whatever their order: by their tokens from the root on, once by the links, once by the mask."""
+    """Compare nodes regardless of order, by their tokens from the root on: by the links, and by the mask."""
     visible = visible_nodes(want)
     for b in range(len(tokens)):
         theirs, ours = tokens[b].tolist(), want.tokens[b].tolist()

@@ -1,4 +1,4 @@
-"""Every case, one file per room of csrc/."""
+"""All cases, a file per room of csrc/."""
 
 from __future__ import annotations
 

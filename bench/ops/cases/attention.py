@@ -1,4 +1,4 @@
-"""The case of tree_attention: verification of a tree behind a paged prefix, in the shape of an 8B model."""
+"""The case of tree_attention: verification of a tree after a paged prefix, in the shape of an 8B model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 ERRORS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
 FP8_SCALE = 0.5
 
-# What is compared with the reference, whose float64 copies of long prefixes are large.
+# Nodes and requests compared with the reference, whose float64 copies of long prefixes are large.
 CHECKED_REQUESTS, CHECKED_NODES = 8, 4
-# KV rows of a batch up to which plain torch is run beside: it needs them once more, without pages.
+# KV rows of a batch up to which plain torch is a baseline: it needs a second copy without pages.
 PLAIN_TORCH_ROWS = 2**17
 
 
 @cache
 def workspace_of(device: torch.device, size: int) -> Tensor | None:
-    """One for all calls, as an engine has it."""
+    """Return one workspace for all calls, as an engine does."""
     return torch.empty(size, dtype=torch.uint8, device=device) if size else None
 
 
@@ -38,7 +38,7 @@ def make_trees(device: torch.device, p: Params) -> PagedTrees:
     dtype = getattr(torch, p["dtype"])
     shortest = prefix if p["lengths"] == "even" else prefix // 2
     pages_each = -(-(prefix + nodes) // page_size)
-    spare = max(-(-p["max_len"] // page_size) - pages_each, 0)  # entries of the table that no request needs
+    spare = max(-(-p["max_len"] // page_size) - pages_each, 0)  # table entries that no request needs
     page_table = torch.randperm(batch * pages_each).view(batch, pages_each).int()
     pool_shape = (batch * pages_each, page_size, KV_HEADS, HEAD_DIM)
     k_pool, v_pool = (torch.randn(pool_shape, device=device, dtype=dtype) for _ in "kv")
@@ -57,7 +57,7 @@ def make_trees(device: torch.device, p: Params) -> PagedTrees:
 
 
 def rows_of(x: PagedTrees, b: int) -> tuple[Tensor, Tensor]:
-    """K and V of a request without pages: [rows, Hkv, D] each."""
+    """Return K and V of a request without pages: [rows, Hkv, D] each."""
     at = torch.arange(int(x.seq_lens[b]), device=x.q.device)
     page = x.page_table[b, at // x.page_size].long()
     scale = FP8_SCALE if x.k_pool.dtype == torch.float8_e4m3fn else 1.0
@@ -66,7 +66,7 @@ def rows_of(x: PagedTrees, b: int) -> tuple[Tensor, Tensor]:
 
 
 def check_rows(x: PagedTrees, tree: Tensor, got: Tensor, error: float) -> None:
-    """Some nodes of some requests against float64, the first and last of each among them."""
+    """Compare some nodes of some requests with float64, including the first and last of each."""
     if not bool(got.isfinite().all()):
         raise WrongResult("out holds NaN or infinity")
     batch, nodes = x.q.shape[:2]
@@ -84,7 +84,7 @@ def check_rows(x: PagedTrees, tree: Tensor, got: Tensor, error: float) -> None:
 
 
 def plain_torch(x: PagedTrees, check: Callable[[Tensor], None]) -> Baseline:
-    """Without pages; the KV is gathered before the clock runs."""
+    """Return a baseline without pages, whose KV is gathered before the clock starts."""
     longest = int(x.seq_lens.max())
     at = torch.arange(longest, device=x.q.device)
     page = x.page_table[:, at // x.page_size].long()
@@ -128,15 +128,15 @@ def tree_attention(device: torch.device, p: Params) -> Work:
         + 4 * (kv_rows // x.page_size),
         flops=4 * (int(x.prefix_lens.sum()) * nodes + int(x.tree.sum())) * Q_HEADS * HEAD_DIM,
         baseline=baseline,
-        peers=(*flashinfer.tree_attention(x, check), *flash_attention.tree_attention(x, check, check_chain)),
+        packages=(*flashinfer.tree_attention(x, check), *flash_attention.tree_attention(x, check, check_chain)),
     )
 
 
 CASES = [
     Case(
         "tree_attention",
-        # Other page sizes, uneven lengths (uniform in half to full), 8-bit KV and tables with room for longer texts
-        # where they are asked for; max_len 0 is a table as wide as its text.
+        # Other page sizes, uneven lengths (uniform in half to full), FP8 KV and tables with room for longer texts only
+        # on request; max_len 0 is a table as wide as its text.
         grid={
             "prefix": (512, 4096, 32768),
             "batch": (1, 16, 64),

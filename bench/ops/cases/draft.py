@@ -28,7 +28,7 @@ def select_topk(device: torch.device, p: Params) -> Work:
     def plain_torch() -> torch.Tensor:
         return torch.log_softmax(logits.float(), -1).topk(k).values
 
-    def check_torch(logprobs: torch.Tensor) -> None:  # torch.topk promises no order among ties, so only the values
+    def check_torch(logprobs: torch.Tensor) -> None:  # torch.topk does not order ties: compare values only
         expect_close("values", logprobs, reference.select_topk(logits.cpu(), k)[1], atol=2e-5)
 
     return Work(
@@ -40,7 +40,7 @@ def select_topk(device: torch.device, p: Params) -> Work:
 
 
 def sample_draft(device: torch.device, p: Params) -> Work:
-    """One row a request, every third of them greedy."""
+    """Sample drafts: one row per request, every third of them greedy."""
     batch, vocab, k = p["batch"], p["vocab"], p["k"]
     logits = (2 * torch.randn(batch, vocab, device=device)).to(getattr(torch, p["dtype"]))
     state = {
@@ -67,7 +67,7 @@ def sample_draft(device: torch.device, p: Params) -> Work:
 
 
 def depth_one(batch: int, k: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The draft state of `batch` slots: the root's best k, best first, and the lengths."""
+    """Return the draft state of `batch` slots: the root's best k, best first, and the lengths."""
     ids = torch.randint(0, 32000, (batch, k), dtype=torch.int32, device=device)
     logprobs = torch.log_softmax(torch.randn(batch, k, device=device), -1).sort(-1, descending=True).values
     return ids, logprobs, torch.randint(0, 4096, (batch,), dtype=torch.int32, device=device)
@@ -94,7 +94,7 @@ def expand_root(device: torch.device, p: Params) -> Work:
 
 
 def expand_tree(device: torch.device, p: Params) -> Work:
-    """The second step: later ones differ in the column they write alone."""
+    """Expand the second step: later steps differ only in the column that they write."""
     batch, k, num_steps = p["batch"], p["k"], p["num_steps"]
     ids, logprobs, seq_lens = depth_one(batch, k, device)
     candidates, frontier = sd.expand_root(ids, logprobs, seq_lens, num_steps)
@@ -126,7 +126,7 @@ def expand_tree(device: torch.device, p: Params) -> Work:
         frontier.nodes.copy_(nodes)
         frontier.mask.copy_(mask)
 
-    # Of the candidates, the parents' scores are read and the children written; frontier and mask are read and written.
+    # The parents' scores are read and the children's written; frontier and mask are read and written.
     moved = bytes_of(child_ids, child_logprobs, seq_lens, nodes, nodes, nodes, mask, mask, *inputs) + 12 * batch * k * k
     return Work(call, check, moved, restore=restore)
 
@@ -151,7 +151,7 @@ def draft_extend_inputs(device: torch.device, p: Params) -> Work:
 
 
 def append_draft_backlog(device: torch.device, p: Params) -> Work:
-    """A round of rest: one row for each request."""
+    """Append the rows of a round without drafting: one row per request."""
     batch, width, ring = p["batch"], p["width"], 16
     tokens = torch.randint(0, 32000, (batch, 6), dtype=torch.int32, device=device)
     ones, path = torch.ones(batch, dtype=torch.int32, device=device), torch.zeros_like(tokens)

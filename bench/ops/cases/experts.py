@@ -1,4 +1,4 @@
-"""The experts of a layer, in the shape of Qwen3-30B-A3B: every way to multiply, beside the one that is taken."""
+"""The experts of a layer in the shape of Qwen3-30B-A3B: every backend, with the default one as the op."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..check import bytes_of, expect_near, poisoned
 from ..harness import Baseline, Case, Params, Work
 from ..stored_weights import stored_experts
 
-ERROR = 2e-2  # of 16-bit results, and where a number lies at the border of two of 8 bits
+ERROR = 2e-2  # of 16-bit results, and of values that round to either of two FP8 values
 
 
 def experts(device: torch.device, p: Params) -> Work:
-    """Rows choose at random, so that every further one takes experts that no row before it took."""
+    """Route rows at random, so that every further row selects new experts."""
     dtype, rows = getattr(torch, p["dtype"]), p["rows"]
-    number, taken, width, inner = p["experts"], p["taken"], p["width"], p["inner"]
+    number, top_k, width, inner = p["experts"], p["top_k"], p["width"], p["inner"]
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -30,8 +30,8 @@ def experts(device: torch.device, p: Params) -> Work:
     stored = "weights" in p
     part = stored_experts(gate_up, down, p["weights"]).experts() if stored else Experts(gate_up.mT, down.mT)
     x, out = random(rows, width), poisoned(rows, width, dtype=dtype, device=device)
-    chosen = torch.rand(rows, number, device=device).topk(taken).indices
-    routes = routing_of(chosen, torch.rand(rows, taken, device=device) / taken, number)
+    chosen = torch.rand(rows, number, device=device).topk(top_k).indices
+    routes = routing_of(chosen, torch.rand(rows, top_k, device=device) / top_k, number)
     want = reference(part, x, routes)
     touched = len(routes.topk_ids.unique())
     implementations, plan = part.implementations(), part.plan(x, routes)
@@ -43,10 +43,10 @@ def experts(device: torch.device, p: Params) -> Work:
         call=lambda: out.copy_(part(x, routes)),
         check=lambda: expect_near("out", out, want, ERROR),
         bytes_moved=touched * 3 * width * inner * item + bytes_of(x, out, *routes),
-        flops=2 * 3 * rows * taken * width * inner,
-        peers=[
-            Baseline(name, lambda way=way: way(x, routes), lambda got: expect_near("out", got, want, ERROR))  # type: ignore[misc]
-            for name, way in implementations.items()
+        flops=2 * 3 * rows * top_k * width * inner,
+        packages=[
+            Baseline(name, lambda backend=backend: backend(x, routes), lambda got: expect_near("out", got, want, ERROR))  # type: ignore[misc]
+            for name, backend in implementations.items()
             if name in captures
         ],
         facts={"plan": plan, "touched": touched},
@@ -54,7 +54,7 @@ def experts(device: torch.device, p: Params) -> Work:
 
 
 def reference(part: Experts, x: Tensor, routes: Routing) -> Tensor:
-    """Row by row and expert by expert, in float32."""
+    """Compute row by row and expert by expert, in float32."""
     out = torch.zeros(x.shape, device=x.device)
     x = fake_quantize(x, part.activations).float()
     for row in range(len(x)):
@@ -69,7 +69,7 @@ def reference(part: Experts, x: Tensor, routes: Routing) -> Tensor:
 SIZES: dict[str, Any] = {
     "rows": (1, 2, 4, 8, 16, 32, 64),
     "experts": (128,),
-    "taken": (8,),
+    "top_k": (8,),
     "width": (2048,),
     "inner": (768,),
     "dtype": ("bfloat16",),
@@ -77,7 +77,7 @@ SIZES: dict[str, Any] = {
 CPU_SIZES: dict[str, Any] = {
     "rows": (1, 8),
     "experts": (16,),
-    "taken": (4,),
+    "top_k": (4,),
     "width": (256,),
     "inner": (128,),
     "dtype": ("float32",),

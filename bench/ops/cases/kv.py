@@ -17,11 +17,11 @@ PAGE_SIZE = 16
 MAX_LEN = 4096
 RESERVE = 33  # a round of 32 draft tokens
 KV_HEADS, HEAD_DIM = 8, 128
-LAYER_ROWS = 64  # of a request's prefix, where only the rows behind it matter
+LAYER_ROWS = 64  # of a request's prefix, if only the rows after it matter
 
 
 def half_full_pool(batch: int, device: torch.device) -> tuple[sd.PagePool, Tensor]:
-    """A pool whose slots hold the pages of their lengths, handed out in random order, and those lengths."""
+    """Return a pool whose slots own pages for their lengths, in random order, and those lengths."""
     max_pages = -(-(MAX_LEN + RESERVE) // PAGE_SIZE)
     pool = sd.make_page_pool(batch * max_pages, batch, max_pages, PAGE_SIZE, torch.empty(0, device=device))
     pool.free_stack.copy_(torch.randperm(batch * max_pages))
@@ -31,14 +31,14 @@ def half_full_pool(batch: int, device: torch.device) -> tuple[sd.PagePool, Tenso
 
 
 def any_order(batch: int, device: torch.device) -> Tensor:
-    """All slots, as a round names them."""
+    """Return all slots, as a round lists them."""
     return torch.randperm(batch, device=device).int()
 
 
 def page_op(
     call: Callable[[], object], plain: Callable[[sd.PagePool], object], pool: sd.PagePool, bytes_moved: int
 ) -> Work:
-    """One op on a pool, which is put back before every call."""
+    """Return a case of an op on a pool that is restored before every call."""
     *tensors, page_size = pool
     before = [tensor.clone() for tensor in tensors]
 
@@ -46,7 +46,7 @@ def page_op(
         want = sd.PagePool(*(tensor.cpu().clone() for tensor in before), page_size)
         plain(want)
         for name, got, expected in zip(sd.PagePool._fields, tensors, want, strict=False):
-            # What lies above the stack's height means nothing.
+            # Entries above the stack's height are undefined.
             height = int(want.num_free) if name == "free_stack" else None
             expect_equal(name, got[:height], expected[:height])
 
@@ -58,8 +58,11 @@ def page_op(
 
 
 def page_bytes(pages: int, rows: Tensor) -> int:
-    """Of pages that go from the stack to a table or back: an entry read, one written, an owner count written. And of
-    `rows`, slots in a call: their name, their length, their count read and written."""
+    """Return the bytes of a call that moves pages between the stack and a table.
+
+    Per page: an entry read, one written, an owner count written. Per slot, `rows` of them: its name, its length, its
+    count read and written.
+    """
     return 12 * pages + 4 * bytes_of(rows)
 
 
@@ -79,7 +82,7 @@ def alloc_pages(device: torch.device, p: Params) -> Work:
 
 
 def free_pages(device: torch.device, p: Params) -> Work:
-    """Takes back what a round reserved."""
+    """Free what a round reserved."""
     pool, lens = half_full_pool(p["batch"], device)
     slots, status = any_order(p["batch"], device), torch.zeros_like(lens)
     sd.alloc_pages(pool, lens, RESERVE)
@@ -92,7 +95,7 @@ def free_pages(device: torch.device, p: Params) -> Work:
 
 
 def fork_pages(device: torch.device, p: Params) -> Work:
-    """Eight samples of each prompt, or as many as there are."""
+    """Fork eight samples of each prompt, or as many as there are."""
     batch = p["batch"]
     prompts = -(-batch // 8)
     max_pages = -(-MAX_LEN // PAGE_SIZE)
@@ -107,7 +110,7 @@ def fork_pages(device: torch.device, p: Params) -> Work:
     lens = torch.cat([prompt_lens, fork_lens])
     sd.alloc_pages(pool, lens, 0, slots=torch.arange(prompts, dtype=torch.int32, device=device))
     status, num_rows = torch.zeros_like(lens), torch.zeros_like(targets)
-    # A shared page: its entry read, its owners read and written, for a prompt; its entry written, for a fork.
+    # Per shared page of a prompt: its entry read, its owner count read and written. Per fork: its entry written.
     shared = 12 * int((prompt_lens // PAGE_SIZE).sum()) + 4 * int((fork_lens // PAGE_SIZE).sum())
     return page_op(
         lambda: sd.fork_pages(pool, sources, targets, lens, status=status, out=num_rows),
@@ -118,7 +121,7 @@ def fork_pages(device: torch.device, p: Params) -> Work:
 
 
 def assign_pages(device: torch.device, p: Params) -> Work:
-    """A slot ends: all its pages go to entries that nobody runs on."""
+    """Release slots: all their pages move to entries of finished requests."""
     pages = p["rows"] // PAGE_SIZE
     pool = sd.make_page_pool(2 * pages, 2, pages, PAGE_SIZE, torch.empty(0, device=device))
     pool.free_stack.copy_(torch.randperm(2 * pages))
@@ -134,7 +137,7 @@ def assign_pages(device: torch.device, p: Params) -> Work:
 
 
 def slots_of_rows(batch: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Lengths L, a page table that covers L + rows, and where rows L .. L + rows - 1 lie: [B, rows] in a flat pool."""
+    """Return lengths L, a page table for L + rows, and places [B, rows] of rows L .. L + rows - 1 in a flat pool."""
     max_pages = -(-(LAYER_ROWS + rows) // PAGE_SIZE)
     table = torch.randperm(batch * max_pages, dtype=torch.int32, device=device).view(batch, max_pages)
     lens = torch.randint(0, LAYER_ROWS, (batch,), dtype=torch.int32, device=device)
@@ -165,14 +168,16 @@ def write_kv(device: torch.device, p: Params) -> Work:
 
 
 def expect_same(name: str, got: Tensor, want: Tensor) -> None:
-    """expect_equal, for tensors that are slow to bring to the host."""
+    """Compare tensors on their device; `expect_equal` copies them to the host."""
     if not torch.equal(got, want):
         expect_equal(name, got, want)
 
 
 def move_kv(device: torch.device, p: Params) -> Work:
-    """Three drafts accepted in every request, none of them in place, so that no call leaves less to do for the next; or
-    all of them in place, as in a chain."""
+    """Move three accepted drafts of every request, none of them in place, so that every call does the same work.
+
+    With moves=none all of them are in place, as in a chain.
+    """
     batch, layers, nodes, dtype = p["batch"], p["layers"], 32, getattr(torch, p["dtype"])
     lens, table, place = slots_of_rows(batch, nodes, device)
     if p["moves"] == "tree":
@@ -181,7 +186,7 @@ def move_kv(device: torch.device, p: Params) -> Work:
         path = torch.arange(1, 4, device=device).repeat(batch, 1)
     path = torch.cat([torch.zeros_like(path[:, :1]), path, path[:, -1:], path[:, -1:]], 1)
     num_valid = torch.full((batch,), 4, dtype=torch.int32, device=device)
-    # Where nothing moves, layers may share their memory: 64 sets of inputs, none of which is touched, would fill it.
+    # If nothing moves, layers share their memory: 64 input sets that are never touched would fill it.
     stored = layers if p["moves"] == "tree" else 1
     shape = (stored, table.numel(), PAGE_SIZE, KV_HEADS, HEAD_DIM)
     pools = [torch.randn(shape, device=device).to(dtype).expand(layers, -1, -1, -1, -1) for _ in "kv"]
@@ -209,7 +214,7 @@ def move_kv(device: torch.device, p: Params) -> Work:
 
 
 def copy_kv(device: torch.device, p: Params) -> Work:
-    """The last rows of a prompt, half a page, for one fork of each."""
+    """Copy the last rows of a prompt, half a page, to one fork of each."""
     batch, layers, rows, dtype = p["batch"], p["layers"], PAGE_SIZE // 2, getattr(torch, p["dtype"])
     table = torch.randperm(2 * batch, dtype=torch.int32, device=device).view(2 * batch, 1)
     lens, num_rows = (torch.full((n,), rows, dtype=torch.int32, device=device) for n in (2 * batch, batch))

@@ -1,4 +1,4 @@
-"""Cases of the layers' ops, in the shapes of an 8B model."""
+"""Cases of the layer ops, in the shapes of an 8B model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random(p: Params, device: torch.device, *shape: int) -> Tensor:
 
 
 def add_rms_norm(device: torch.device, p: Params) -> Work:
-    """With the sum before it, as layers need it."""
+    """Normalize after a residual addition, as layers do."""
     x, residual = (random(p, device, p["rows"], p["width"]) for _ in range(2))
     weight = random(p, device, p["width"])
     out, total = (poisoned(*x.shape, dtype=x.dtype, device=device) for _ in range(2))
@@ -47,7 +47,7 @@ def add_rms_norm(device: torch.device, p: Params) -> Work:
 
 
 def rms_norm_concat(device: torch.device, p: Params) -> Work:
-    """Of a table that no cache holds, with features in another order."""
+    """Look up embeddings in a table larger than any cache, with features concatenated in another order."""
     rows, width = p["rows"], p["width"]
     embeddings, features = random(p, device, VOCAB, width), random(p, device, rows, width)
     tokens = torch.randint(VOCAB, (rows,), dtype=torch.int32, device=device)
@@ -102,7 +102,7 @@ def small_m_gemm(device: torch.device, p: Params) -> Work:
 
 
 def quantize_fp8(device: torch.device, p: Params) -> Work:
-    """By groups of 128. A number between two of 8 bits may go to either: an ulp of its scale decides."""
+    """Quantize by groups of 128. A value between two FP8 values may round to either: an ulp of its scale decides."""
     x = random(p, device, p["rows"], p["width"])
     numbers = torch.full_like(x, torch.nan, dtype=torch.float8_e4m3fn)
     scales = poisoned(p["width"] // 128, -(-len(x) // 4) * 4, dtype=torch.float32, device=device)[:, : len(x)]
@@ -125,7 +125,7 @@ def quantize_fp8(device: torch.device, p: Params) -> Work:
 
 
 def dequantize(device: torch.device, p: Params) -> Work:
-    """Of 4 bits in groups of 128."""
+    """Dequantize INT4 in groups of 128."""
     outs, width = p["outs"], p["width"]
     numbers = torch.randint(256, (outs, width // 2), dtype=torch.uint8, device=device)
     scales = torch.rand(width // 128, outs, device=device)
@@ -139,8 +139,8 @@ def dequantize(device: torch.device, p: Params) -> Work:
 
 
 def moe_route(device: torch.device, p: Params) -> Work:
-    scores, taken = random(p, device, p["rows"], p["experts"]), p["taken"]
-    want = reference.moe_route(scores, taken, renormalize=True)
+    scores, top_k = random(p, device, p["rows"], p["experts"]), p["top_k"]
+    want = reference.moe_route(scores, top_k, renormalize=True)
     out = sd.Routing(*(torch.full_like(part, -1) for part in want._replace(topk_weights=want.topk_weights.float())))
 
     def check() -> None:
@@ -149,11 +149,11 @@ def moe_route(device: torch.device, p: Params) -> Work:
         expect_near("topk_weights", out.topk_weights, want.topk_weights, 1e-6)
 
     def plain() -> Tensor:
-        shares, experts = scores.softmax(-1, dtype=torch.float32).topk(taken)
+        shares, experts = scores.softmax(-1, dtype=torch.float32).topk(top_k)
         return routing_of(experts, shares / shares.sum(-1, keepdim=True), scores.shape[1]).topk_weights
 
     return Work(
-        call=lambda: sd.moe_route(scores, taken, renormalize=True, out=out),
+        call=lambda: sd.moe_route(scores, top_k, renormalize=True, out=out),
         check=check,
         bytes_moved=bytes_of(scores, *out),
         baseline=Baseline("torch", plain, lambda got: expect_near("topk_weights", got, want.topk_weights, 1e-6)),
@@ -161,8 +161,8 @@ def moe_route(device: torch.device, p: Params) -> Work:
 
 
 def moe_combine(device: torch.device, p: Params) -> Work:
-    made = random(p, device, p["rows"] * p["taken"], p["width"])
-    shares = torch.rand(p["rows"], p["taken"], device=device)
+    made = random(p, device, p["rows"] * p["top_k"], p["width"])
+    shares = torch.rand(p["rows"], p["top_k"], device=device)
     out = poisoned(p["rows"], p["width"], dtype=made.dtype, device=device)
     want = reference.moe_combine(made, shares)
 
@@ -224,12 +224,12 @@ CASES = (
     Case("quantize_fp8", grid={"rows": ROWS, "width": (4096, 12288), "dtype": ("bfloat16",)}, make=quantize_fp8),
     Case(
         "moe_route",
-        grid={"rows": ROWS, "experts": (128,), "taken": (8,), "dtype": ("bfloat16",)},
+        grid={"rows": ROWS, "experts": (128,), "top_k": (8,), "dtype": ("bfloat16",)},
         make=moe_route,
     ),
     Case(
         "moe_combine",
-        grid={"rows": ROWS, "taken": (8,), "width": (2048,), "dtype": ("bfloat16",)},
+        grid={"rows": ROWS, "top_k": (8,), "width": (2048,), "dtype": ("bfloat16",)},
         make=moe_combine,
     ),
     Case(

@@ -1,5 +1,6 @@
-"""Cases of NgramIndex: one round's lookups and insertions, and bulk insertion, on text that repeats itself as code and
-chat do. On a GPU nothing of the index is in the L2 cache when a call starts.
+"""Cases of NgramIndex: lookups and insertions of a round, and bulk insertion.
+
+Texts repeat themselves, as code and chats do. On a GPU the index is not in the L2 cache when a call starts.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from ..check import bytes_of, expect_close, expect_equal, poisoned
 from ..harness import Case, Params, Work
 
 DOCUMENT, STREAM, CHUNK = 40_000, 300, 1 << 16
-ROUND = 4  # tokens accepted in one
+ROUND = 4  # accepted tokens of a round
 VOCAB = 32_000
 
 
 def repetitive_text(length: int, first_id: int = 0) -> Tensor:
-    """Phrases of 8 to 23 tokens, each as often as any other, one for each 60 tokens."""
+    """Return a text of equally likely phrases of 8 to 23 tokens, one different phrase per 60 tokens."""
     count = max(length // 60, 600)
     lengths = torch.randint(8, 24, (count,))
     tokens = torch.randint(first_id, first_id + VOCAB, (int(lengths.sum()),), dtype=torch.int32)
@@ -32,7 +33,7 @@ def repetitive_text(length: int, first_id: int = 0) -> Tensor:
 
 
 def filled_index(held: int, batch: int, device: torch.device) -> sd.NgramIndex:
-    """With `held` tokens that no other text shares, so that what follows must draft as if they were not there."""
+    """Return an index with `held` tokens that no other text shares, so that they do not change any draft."""
     tokens = held + DOCUMENT + (batch + 1) * STREAM
     index = sd.NgramIndex(tokens, num_slots=batch, max_len=2**31 - 1, device=device)
     for start in range(0, held, 1 << 20):
@@ -41,7 +42,7 @@ def filled_index(held: int, batch: int, device: torch.device) -> sd.NgramIndex:
 
 
 def emptied_cache(device: torch.device) -> Callable[[], object] | None:
-    """What fills a GPU's L2 with other things."""
+    """Return a call that evicts a GPU's L2 cache."""
     if device.type == "cpu":
         return None
     other = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
@@ -86,7 +87,7 @@ def ngram_draft(device: torch.device, p: Params) -> Work:
     insert(text, None)
     for slot, start in enumerate(starts):
         insert(text[start : start + STREAM - ROUND], slot)
-    index.draft(None, seq_lens, nodes, mode=p["mode"], out=out)  # the round before
+    index.draft(None, seq_lens, nodes, mode=p["mode"], out=out)  # the previous round
     for slot, start in enumerate(starts):
         plain.draft(slot, nodes, mode=p["mode"])
         insert(text[start : start + STREAM][-ROUND:], slot)
@@ -99,7 +100,7 @@ def ngram_draft(device: torch.device, p: Params) -> Work:
 
 
 def ngram_extend(device: torch.device, p: Params) -> Work:
-    """What a round accepted, 1 to 7 tokens a row."""
+    """Insert accepted tokens of a round, 1 to 7 per row."""
     batch, width = p["batch"], p["width"]
     index = filled_index(p["held"], batch, device)
     plain = reference.NgramIndex()
@@ -126,7 +127,7 @@ def ngram_extend(device: torch.device, p: Params) -> Work:
 
 
 def ngram_insert(device: torch.device, p: Params) -> Work:
-    """A document of 65536 tokens, once the index is full: the oldest text goes."""
+    """Insert a document of 65536 tokens into a full index, which drops its oldest text."""
     index = filled_index(p["held"], 1, device)
     text = repetitive_text(CHUNK)
     on_device = text.to(device)

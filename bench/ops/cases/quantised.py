@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits, in the shapes of an 8B model's layers, beside the same product in 16 bits."""
+"""GEMMs with FP8 and INT4 weights in the shapes of an 8B model's layers, and in 16 bits as a baseline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..stored_weights import STORED
 from .layers import random
 
 ERROR = 1e-2  # of 16-bit results
-INNER_TILES = 8  # of torch's layout of 4 bits
+INNER_TILES = 8  # of torch's INT4 layout
 
 
 def stored_linear(device: torch.device, p: Params) -> Work:
@@ -35,7 +35,7 @@ def stored_linear(device: torch.device, p: Params) -> Work:
         bytes_moved=bytes_of(x, out) + weight.nbytes,
         flops=2 * x.shape[0] * dense.numel(),
         baseline=Baseline("16 bits", lambda: in_16_bits(x), lambda got: expect_near("out", got, of_dense, ERROR)),
-        peers=[
+        packages=[
             Baseline(name, call, lambda got: expect_near("out", got, want, ERROR))
             for name, call in kernels_of(x, weight)
         ],
@@ -49,7 +49,7 @@ def widened(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def kernels_of(x: Tensor, weight: QuantizedWeight) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """The definition, and what of torch multiplies such numbers where it has a kernel."""
+    """Return the definition as a baseline, and torch's own kernel if it has one."""
     rows = fake_quantize(x, getattr(weight, "activations", "none"))
     yield "widened", lambda: functional.linear(rows, widened(weight, x.dtype))
     if isinstance(weight, Fp8Weight) and (kernel := weight.torch_kernel(x, x.dtype)) is not None:

@@ -14,7 +14,7 @@ from ..check import bytes_of, expect_equal
 from ..harness import Case, Params, Work
 
 MAX_STOPS = 16
-WIDTH, NODES = 6, 32  # tokens of a row, and nodes of its tree
+WIDTH, NODES = 6, 32  # tokens of a row, nodes of its tree
 
 
 def random_state(batch: int, device: torch.device) -> sd.SlotState:
@@ -35,7 +35,7 @@ def rings_of(state: sd.SlotState, num_levels: int = 0) -> Rings:
 
 
 def apply_commands(device: torch.device, p: Params) -> Work:
-    """A steady round: slots, and nothing else."""
+    """Apply the commands of a steady round: slots only."""
     state = random_state(p["batch"], device)
     rings = rings_of(state)
     rings.commands[0, 2 : 2 + p["batch"]] = torch.randperm(p["batch"])
@@ -48,7 +48,7 @@ def apply_commands(device: torch.device, p: Params) -> Work:
         for name, got, expected in zip(state._fields, state, before, strict=True):
             expect_equal(name, got, expected)
 
-    # Of the record, what says that nobody is activated.
+    # The part of the record that activates no slot.
     return Work(lambda: rings.apply_commands(state), check, 2 * bytes_of(rings.slots, rings.given_back))
 
 

@@ -19,7 +19,7 @@ NUM_STEPS = 5
 
 
 def drafted_candidates(batch: int, k: int, device: torch.device) -> tuple[sd.Candidates, Tensor]:
-    """What NUM_STEPS draft steps propose, and the sequence lengths."""
+    """Return the candidates of NUM_STEPS draft steps, and the sequence lengths."""
 
     def draw(*shape: int) -> tuple[Tensor, Tensor]:
         logprobs = torch.log_softmax(torch.randn(shape, device=device), -1).sort(-1, descending=True).values
@@ -60,12 +60,12 @@ def build_tree(device: torch.device, p: Params) -> Work:
         call=lambda: sd.build_tree(candidates, *inputs, nodes, out=out),
         check=lambda: expect_tree(out, want()),
         bytes_moved=bytes_of(*candidates, *inputs, *out),
-        peers=sglang.build_tree(candidates, root_tokens, seq_lens, nodes, NUM_STEPS, want),
+        packages=sglang.build_tree(candidates, root_tokens, seq_lens, nodes, NUM_STEPS, want),
     )
 
 
 def from_elsewhere(build: Callable[..., sd.Tree], topology: str) -> Callable[[torch.device, Params], Work]:
-    """A builder's case whose answer is known: the tree that its input was taken from."""
+    """Return the case of a builder whose answer is known: the tree that its input was derived from."""
 
     def make(device: torch.device, p: Params) -> Work:
         tree = random_tree(p["batch"], p["nodes"], 32000, device)
@@ -75,14 +75,14 @@ def from_elsewhere(build: Callable[..., sd.Tree], topology: str) -> Callable[[to
             call=lambda: build(*inputs, out=out),
             check=lambda: expect_tree(out, tree),
             bytes_moved=bytes_of(*inputs, *out),
-            peers=sglang.build_tree_from_mask(tree) if topology == "mask" else (),
+            packages=sglang.build_tree_from_mask(tree) if topology == "mask" else (),
         )
 
     return make
 
 
 def scored_tree(batch: int, nodes: int, device: torch.device) -> tuple[sd.Tree, Tensor]:
-    """A drafted tree and its scores; few different tokens, so that two of them share paths."""
+    """Return a drafted tree and its scores, with few different tokens, so that two trees share paths."""
     parents = torch.tensor(random_parents(batch, nodes), dtype=torch.int32)
     scores = torch.zeros(batch, nodes)
     rows = torch.arange(batch)

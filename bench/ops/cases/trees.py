@@ -1,4 +1,4 @@
-"""Random draft trees for the cases that read one."""
+"""Random draft trees."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import specdec_kernels as sd
 
 
 def random_parents(batch: int, nodes: int) -> list[list[int]]:
-    """Node 0 is the root; every other node hangs off a random earlier one."""
+    """Return random parents: node 0 is the root, and every other node is the child of an earlier one."""
     return [[-1, *(int(x * i) for i, x in enumerate(row[1:], 1))] for row in torch.rand(batch, nodes).tolist()]
 
 
 def visible_nodes(parents: list[list[int]]) -> Tensor:
-    """bool [B, N, N]: column j of row i says that j is an ancestor of i, or i itself."""
+    """Return bool [B, N, N]: element [i, j] is true if j is an ancestor of i, or i itself."""
     batch, nodes = len(parents), len(parents[0])
     visible = torch.eye(nodes, dtype=torch.bool).repeat(batch, 1, 1)
     rows, links = torch.arange(batch), torch.tensor(parents)
@@ -24,7 +24,7 @@ def visible_nodes(parents: list[list[int]]) -> Tensor:
 
 
 def mask_words(visible: Tensor) -> Tensor:
-    """bool [..., N] as int64 [..., W] bit patterns."""
+    """Pack bool [..., N] into int64 [..., W]."""
     nodes = visible.shape[-1]
     words = torch.zeros(*visible.shape[:-1], -(-nodes // 64), dtype=torch.int64)
     for j in range(nodes):
@@ -33,7 +33,7 @@ def mask_words(visible: Tensor) -> Tensor:
 
 
 def random_tree(batch: int, nodes: int, vocab: int, device: torch.device) -> sd.Tree:
-    """Trees of `nodes` nodes with distinct tokens, behind prefixes of up to 4096 tokens."""
+    """Return trees of `nodes` nodes with distinct tokens, after prefixes of up to 4096 tokens."""
     parents = random_parents(batch, nodes)
     first_child = [[-1] * nodes for _ in range(batch)]
     next_sibling = [[-1] * nodes for _ in range(batch)]

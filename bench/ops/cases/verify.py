@@ -26,17 +26,17 @@ SAMPLING: dict[str, dict[str, float]] = {
     "temperature": {"temperature": 0.8},
 }
 
-# What requests ask of their logits, by the name of the `edit` it is benchmarked under.
+# Logit edits of requests, by the name of the `edit` they are benchmarked under.
 EDITS: dict[str, int] = {"penalties": sd.Edit.PENALTIES, "mask": sd.Edit.MASK, "none": 0}
 
 
 def accept_length(b: int) -> int:
-    """Of request b, where its tree is deep enough: 4, 5, 6, 1, 2, 3 and again, 3.5 on average."""
+    """Return the accept length of request b if its tree is deep enough: 4, 5, 6, 1, 2, 3, repeated, 3.5 on average."""
     return (b + WIDTH // 2) % WIDTH + 1
 
 
-def plant_path(logits: Tensor, tree: sd.Tree) -> int:
-    """Makes the target accept drafts of each tree, then choose another token; counts the nodes visited."""
+def accept_path(logits: Tensor, tree: sd.Tree) -> int:
+    """Make the target accept a path of each tree and then choose another token; return the number of visited nodes."""
     parents, tokens = tree.parents.tolist(), tree.tokens.tolist()
     visited = 0
     for b, row in enumerate(parents):
@@ -63,7 +63,7 @@ def sampling_of(name: str, batch: int, device: torch.device) -> dict[str, Tensor
 
 
 def walk(choice: Tensor, tree: sd.Tree) -> tuple[Tensor, Tensor, Tensor]:
-    """Along the token chosen at every node [B, N], one level at a time: fixed shapes, no synchronisation."""
+    """Walk along the tokens chosen at every node [B, N], level by level: fixed shapes, no synchronization."""
     batch, device = len(choice), choice.device
     node = torch.zeros(batch, 1, dtype=torch.int64, device=device)
     going = torch.ones(batch, 1, dtype=torch.bool, device=device)
@@ -84,7 +84,7 @@ def verify_tree(device: torch.device, p: Params) -> Work:
     tree = random_tree(batch, nodes, vocab, device)
     logits = torch.randn(batch, nodes, vocab, dtype=getattr(torch, p["dtype"]), device=device)
     sampling = sampling_of(p["sampling"], batch, device)
-    visited = plant_path(logits, tree)
+    visited = accept_path(logits, tree)
     out = sd.Accepted(
         poisoned(batch, WIDTH, dtype=torch.int32, device=device),
         poisoned(batch, dtype=torch.int32, device=device),
@@ -98,7 +98,7 @@ def verify_tree(device: torch.device, p: Params) -> Work:
     def want() -> sd.Accepted:
         return reference.verify_tree(logits.cpu(), sd.Tree(*(field.cpu() for field in tree)), WIDTH)
 
-    # The planted tokens are so likely that a sampled request gets them, too.
+    # The accepted tokens are so likely that sampled requests get them as well.
     def check(got: tuple[Tensor, ...] = out) -> None:
         for name, x, y in zip(sd.Accepted._fields, got, want(), strict=True):
             expect_equal(name, x, y)
@@ -110,11 +110,11 @@ def verify_tree(device: torch.device, p: Params) -> Work:
                 *sglang.verify_greedy(logits, tree, WIDTH, check),
             ]
         chosen = {"top_k": 0, "top_p": 1.0, **SAMPLING[p["sampling"]]}
-        peers = [*sglang.verify_sampled(logits, tree, WIDTH, **chosen, check=check)]
+        packages = [*sglang.verify_sampled(logits, tree, WIDTH, **chosen, check=check)]
         sample = flashinfer.sample_every_node(logits, **chosen)
         if sample is not None:
-            peers.append(Baseline("flashinfer", lambda: walk(sample(), tree), check))
-        return peers
+            packages.append(Baseline("flashinfer", lambda: walk(sample(), tree), check))
+        return packages
 
     links = (tree.tokens, tree.parents, tree.first_child, tree.next_sibling, tree.num_nodes)
     return Work(
@@ -128,12 +128,12 @@ def verify_tree(device: torch.device, p: Params) -> Work:
         ),
         check=check,
         bytes_moved=visited * vocab * logits.element_size() + bytes_of(*links, *out),
-        peers=others(),
+        packages=others(),
     )
 
 
 def mask_stops(device: torch.device, p: Params) -> Work:
-    """One request has a minimum; 16 stop tokens each."""
+    """Mask 16 stop tokens per request; one request has a minimum length."""
     batch, vocab, nodes, stops = p["batch"], p["vocab"], p["nodes"], 16
     logits = torch.randn(batch, nodes, vocab, device=device).to(torch.bfloat16)
     positions = torch.randint(0, 99, (batch, nodes), dtype=torch.int32, device=device)
@@ -153,7 +153,7 @@ def mask_stops(device: torch.device, p: Params) -> Work:
 
 
 def edit_logits(device: torch.device, p: Params) -> Work:
-    """Nobody asks, or all do for penalties with 500 tokens in the text, or for a grammar's mask."""
+    """Edit logits for no request, or for all: penalties with 500 tokens in the text, or a grammar's mask."""
     batch, vocab, nodes, kind = p["batch"], p["vocab"], p["nodes"], EDITS[p["edit"]]
     logits = torch.randn(batch, nodes, vocab, device=device).to(torch.bfloat16)
     tree = random_tree(batch, nodes, vocab, device)
@@ -171,12 +171,12 @@ def edit_logits(device: torch.device, p: Params) -> Work:
         expect_equal("logits", logits, before)
 
     call = lambda: sd.edit_logits(logits, tree.mask, tree.tokens, edits, vocab_mask=vocab_mask)  # noqa: E731
-    changed = {0: 0, sd.Edit.PENALTIES: bytes_of(edits.counts) + 32 * batch * nodes * 500}  # a sector each
+    changed = {0: 0, sd.Edit.PENALTIES: bytes_of(edits.counts) + 32 * batch * nodes * 500}  # a sector for each token
     return Work(call, check, bytes_of(edits.kinds) + changed.get(kind, bytes_of(vocab_mask, logits) // 2))
 
 
 def score_tokens(device: torch.device, p: Params) -> Work:
-    """A verified path of ACCEPTED drafts and the bonus token, in logits of 8 nodes a request."""
+    """Score a verified path of ACCEPTED drafts and the bonus token, in logits of 8 nodes per request."""
     batch, vocab, top_n, nodes = p["batch"], p["vocab"], p["top_n"], 8
     logits = torch.randn(batch, nodes, vocab, device=device).to(torch.bfloat16)
     path = torch.arange(WIDTH, dtype=torch.int32, device=device).clamp(max=ACCEPTED).repeat(batch, 1)
@@ -202,7 +202,7 @@ def score_tokens(device: torch.device, p: Params) -> Work:
 
 
 def commit_tokens(device: torch.device, p: Params) -> Work:
-    """Every slot advances and none finishes, so that each call does the same work as the one before."""
+    """Advance every slot without finishing any, so that all calls do the same work."""
     batch = p["batch"]
 
     def ints(*shape: int, low: int, high: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The command line: `specdec <command>`.
 
-A command is one module with `add_parser(subparsers)` and `run(args) -> int`, named in COMMANDS. The module imports the
-standard library only; what its `run` needs beyond that it asks `extras.require` for.
+A command is a module with `add_parser(subparsers)` and `run(args) -> int`, listed in COMMANDS. The module imports the
+standard library only; `run` asks `optional_dependencies.require` for other packages.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ import sys
 from collections.abc import Sequence
 
 from . import bench, chat, doctor, generate, info, serve, tune
+from .arguments import CommandParser
 
 COMMANDS = (generate, chat, serve, doctor, tune, bench, info)
 
 DESCRIPTION = """\
 Speculative decoding makes a large language model emit several tokens per forward pass: a cheap draft proposes a tree
 of tokens, the model scores the whole tree at once, and a verify step keeps the longest part that the model itself
-would have produced. The text is the model's own; only the waiting is shorter.
+would have produced. The text is the model's own; it only takes less time.
 """
 
 EPILOG = """\
-Start with `specdec info`: it says what is installed here and what can run. `specdec <command> --help` explains a
+Start with `specdec info`: it lists what is installed and what can run. `specdec <command> --help` explains a
 command.
 """
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
+    """Return the parser of all commands."""
     from .. import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="specdec",
         usage="specdec <command> [options]",
         description=DESCRIPTION,
@@ -46,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
     parser = make_parser()
     args = parser.parse_args(argv)
     args.command_line = shlex.join(["specdec", *(sys.argv[1:] if argv is None else argv)])
@@ -55,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result: int = args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read has seen enough (`| head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes once more
+    except BrokenPipeError:  # the reader has closed the pipe (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again at exit
         return 1
     except KeyboardInterrupt:
         print("specdec: interrupted", file=sys.stderr)

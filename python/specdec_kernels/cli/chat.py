@@ -1,4 +1,4 @@
-"""`specdec chat`: a conversation in the terminal, with the accepted draft tokens in colour."""
+"""`specdec chat`: a conversation in the terminal, with accepted draft tokens in color."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..engine import Engine, RequestOutput, SamplingParams
+    from .arguments import Subparsers
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-HELP = "/clear begins anew, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
+HELP = "/clear starts a new conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer"
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
     parser = subparsers.add_parser(
         "chat",
         help="talk to a model in the terminal",
-        description="A conversation with a model, by speculative decoding: accepted draft tokens are in colour, and "
-        f"each answer is followed by what they were worth. {HELP}. Without arguments the tiny model that comes with "
-        "the package goes on with what you type.",
+        description="Talk to a model that decodes speculatively: accepted draft tokens are in color, and each answer "
+        f"is followed by its accept length and speed. {HELP}. Without arguments the tiny model that comes with the "
+        "package continues what you type.",
     )
     engine_flags.add_arguments(parser)
     add_sampling(parser, max_new_tokens=1024)
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     if not require("chat", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 2
     try:
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
+    """Read messages and print answers until the input ends."""
     from rich.console import Console
 
     chosen, template = engine_flags.resolve(args)
@@ -57,18 +59,18 @@ def chat(args: argparse.Namespace) -> int:
         console.print(f"{args.model or 'the tiny model'}, {chosen.algorithm}. {HELP}.", style="dim", markup=False)
         system = [{"role": "system", "content": args.system}] if args.system else []
         messages: list[dict[str, Any]] = [*system]
-        while (text := asked(console)) is not None:
+        while (text := read_message(console)) is not None:
             if text == "/clear":
                 messages = [*system]
             elif text:
                 messages.append({"role": "user", "content": text})
-                answer = answered(console, engine, messages, sampling, template)
+                answer = print_answer(console, engine, messages, sampling, template)
                 messages.append({"role": "assistant", "content": answer.text or ""})
     return 0
 
 
-def asked(console: Console) -> str | None:
-    """What is typed next; None: nothing more."""
+def read_message(console: Console) -> str | None:
+    """Return what is typed next, None at the end."""
     try:
         text = console.input("[bold]> [/]").strip()
     except EOFError:
@@ -76,11 +78,10 @@ def asked(console: Console) -> str | None:
     return None if text == "/exit" else text
 
 
-def answered(
+def print_answer(
     console: Console, engine: Engine, messages: list[dict[str, Any]], sampling: SamplingParams, template: str | None
 ) -> RequestOutput:
-    """Prints the answer as it comes; Ctrl-C ends it, and it stands as far as it came."""
-
+    """Print the answer as it is generated and return it; Ctrl-C ends it there."""
     options = {} if template is None else {"chat_template": template}
     tokens = engine.core.inputs.tokenize_chat(messages, options)
     begin = time.perf_counter()

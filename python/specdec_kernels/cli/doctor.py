@@ -1,4 +1,4 @@
-"""`specdec doctor`: why few drafts are accepted (`doctor_examine.py` finds out, this asks and shows)."""
+"""`specdec doctor`: find out why few drafts are accepted. `doctor_examine.py` measures; this parses and prints."""
 
 from __future__ import annotations
 
@@ -7,53 +7,73 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from .algorithms import CHECKPOINT_ALGORITHMS
+from .arguments import add_flag, add_model, model_of
+from .engine_flags import add_engine_flags
 from .optional_dependencies import require
+from .speculative_flags import add_draft_path
 from .table import print_table
 
 if TYPE_CHECKING:
+    from .arguments import Subparsers
     from .doctor_examine import Diagnosis
-
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
     parser = subparsers.add_parser(
         "doctor",
-        help="say why few drafts of a head or a draft model are accepted",
-        description="Measures how much of the target's own text a draft gets right, then changes one input at a time "
-        "(feature layers, position offset, norms, chat template, vocabulary map, KV dtype, embedding) and says which "
-        "change restores acceptance by more than chance. Exit code: 0, none does; 1, one does; 2, it cannot run.",
+        help="find out why few drafts of a head or a draft model are accepted",
+        description="Measure how much of the target's own text a draft predicts, then change one input at a time "
+        "(feature layers, position offset, norms, chat template, vocabulary map, KV dtype, embedding) and name the "
+        "change that restores acceptance by more than chance. Exit code: 0, none does; 1, one does; 2, it cannot run.",
     )
-    parser.add_argument("model", help="target: a folder or hub id")
-    parser.add_argument("--draft", required=True, metavar="PATH", help="EAGLE head or small draft model")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="of the draft (default: what its folder holds)")
+    add_model(parser)
+    add_draft_path(parser.add_mutually_exclusive_group(required=True), "--draft")
+    add_flag(
+        parser,
+        "--speculative-algorithm",
+        "--algorithm",
+        choices=CHECKPOINT_ALGORITHMS,
+        help="algorithm of the draft (default: by its checkpoint)",
+    )
     parser.add_argument(
         "--prompts",
         metavar="FILE",
         help="texts with empty lines between, or .jsonl with prompt or messages (default: a mix of chat, code, math)",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="of the text for each prompt (96)")
-    parser.add_argument("--num-steps", type=int, default=5, metavar="N", help="drafts of a round, a chain (5)")
     parser.add_argument(
+        "--max-new-tokens", type=int, default=96, metavar="N", help="tokens to generate for each prompt (96)"
+    )
+    add_flag(
+        parser,
+        "--speculative-num-steps",
+        "--num-steps",
+        type=int,
+        default=5,
+        metavar="N",
+        help="draft steps per round, a chain (5)",
+    )
+    add_flag(
+        parser,
+        "--apply-chat-template",
         "--chat-template",
         action=argparse.BooleanOptionalAction,
         help="prompts are conversations (default: where the tokenizer has a template)",
     )
-    parser.add_argument("--kv-dtype", choices=["fp8_e4m3"], help="of the target's KV, if it is to have 8 bits")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    add_engine_flags(parser, "--kv-cache-dtype", "--dtype", "--device")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     if not require("doctor", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 2
     from .doctor_examine import examine
 
     try:
+        args.model = model_of(args, required=True)
         diagnosis = examine(args)
     except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name
         print(f"specdec doctor: {error}", file=sys.stderr)
@@ -66,12 +86,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(diagnosis: Diagnosis) -> None:
+    """Print a table of the changes, and the verdict."""
     print(f"{diagnosis.algorithm}: {diagnosis.num_texts} prompts, {diagnosis.num_tokens} tokens written by the target")
     if diagnosis.as_is is None:
-        print(f"As it is, the draft is refused: {diagnosis.refusal}")
+        print(f"Unchanged, the draft is refused: {diagnosis.refusal}")
     else:
         by_depth = " ".join(f"{share:.1%}" for share in diagnosis.as_is.by_depth)
-        print(f"As it is, the accept length is {diagnosis.accept_length:.2f}; accepted by depth: {by_depth}")
+        print(f"Unchanged, the accept length is {diagnosis.accept_length:.2f}; accepted by depth: {by_depth}")
         if diagnosis.as_is.covered is not None:
             print(f"The draft vocabulary holds {diagnosis.as_is.covered:.1%} of the tokens written.")
     rows = [

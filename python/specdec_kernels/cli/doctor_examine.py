@@ -1,4 +1,4 @@
-"""The examination behind `specdec doctor`: the draft as it is, and with one thing changed at a time."""
+"""The examination of `specdec doctor`: the draft unchanged, and with one input changed at a time."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from transformers.utils import logging
 
 from ..engine import Draft, Engine
 from ..engine.text.prompts import load_tokenizer
-from ..models.weights.checkpoint import EAGLE, EAGLE3, kind_of, local_folder
+from ..models.weights.checkpoint import local_folder
 from ..models.weights.loading import config_of
-from .bench import progress
+from .algorithms import algorithm_of, draft_class
 from .doctor_measure import Acceptance, Recorder, Text, measure, record, write_texts
-from .doctor_shifts import KINDS, Head, Prompting, Shift, head_shifts, prompting_shifts, standalone_shifts
-from .engine_options import options_of
+from .doctor_shifts import Head, Prompting, Shift, head_shifts, prompting_shifts, standalone_shifts
+from .engine_flags import options_of
+from .progress import progress
 from .prompts import read_prompts, with_template, without_template
 
-LEAST_TEXTS = 6  # fewer say little about chance
-LEAST_GAIN = 0.05  # of the accept length: less is no fault worth a name
+LEAST_TEXTS = 6  # fewer do not separate a gain from chance
+LEAST_GAIN = 0.05  # share of the accept length; a smaller gain is not reported as a cause
 RESAMPLES = 20_000
-LEVEL = 0.05  # how often chance makes any of all changes look better
+LEVEL = 0.05  # family-wise error rate over all changes
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a shift does to the accept length.
+    """The effect of a shift on the accept length.
 
     Attributes:
-        low, high: of the gain, by resampling the prompts: that the true one is outside of it for any of all shifts
-            happens in a share LEVEL of examinations.
-        cause: the gain is more than chance, and enough to matter.
+        low, high: confidence interval of the gain, by bootstrap over prompts. The true gain of any of all shifts lies
+            outside its interval in a share LEVEL of examinations.
+        cause: the gain exceeds chance and is large enough to matter.
     """
 
     shift: Shift
@@ -50,11 +51,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """The result of an examination.
 
     Attributes:
-        as_is: None where the draft is refused, for the reason `refusal`; nothing is accepted then.
-        findings: of all shifts that could be measured, the best first.
+        as_is: acceptance of the unchanged draft; None if it is refused, for the reason `refusal`.
+        findings: one for each shift that could be measured, the best first.
     """
 
     model: str
@@ -72,11 +73,11 @@ class Diagnosis:
 
     @property
     def cause(self) -> Finding | None:
-        """The best of what restores acceptance."""
+        """The best finding that restores acceptance."""
         return next((finding for finding in self.findings if finding.cause), None)
 
     def verdict(self) -> list[str]:
-        """What it comes to, in sentences."""
+        """Return the conclusion in sentences."""
         now, best = f"{self.accept_length:.2f}", self.cause
         if best is None:
             lines = [f"No change restores acceptance by more than chance; the accept length is {now}."]
@@ -92,11 +93,11 @@ class Diagnosis:
         others = [f for f in self.findings if f.cause and f.shift.input != best.shift.input]
         if others:
             names = ", ".join(f"{f.shift.input} ({f.shift.change}, {f.gain:+.2f})" for f in others)
-            lines.append(f"These gain as well, but less: {names}.")
+            lines.append(f"These gain less: {names}.")
         return lines
 
     def facts(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Return what `--json` prints."""
         return {
             "model": self.model,
             "draft": self.draft,
@@ -117,12 +118,13 @@ class Diagnosis:
 
 
 def facts_of(acceptance: Acceptance) -> dict[str, Any]:
+    """Return an acceptance as JSON."""
     shares = {"accept_length": acceptance.accept_length, "acceptance_by_depth": acceptance.by_depth}
     return shares | asdict(acceptance)
 
 
 def compared(as_is: Acceptance | None, shift: Shift, with_shift: Acceptance, num_shifts: int) -> Finding:
-    """The shift's gain, and by how much it varies: with prompts drawn anew from those measured, the same for both."""
+    """Return the shift's gain and its interval, from the same resampled prompts for both."""
     tokens, rounds = counts(with_shift)
     tokens_as_is, rounds_as_is = counts(as_is) if as_is else (rounds, rounds)
     draws = torch.randint(len(tokens), (RESAMPLES, len(tokens)), generator=torch.Generator().manual_seed(0))
@@ -139,12 +141,12 @@ def compared(as_is: Acceptance | None, shift: Shift, with_shift: Acceptance, num
 
 
 def counts(acceptance: Acceptance) -> tuple[Tensor, Tensor]:
-    """Tokens and rounds of each prompt."""
+    """Return the tokens and rounds of each prompt."""
     return torch.tensor(acceptance.tokens).double(), torch.tensor(acceptance.rounds).double()
 
 
 class Target:
-    """The target and what it writes, by prompting.
+    """The target and its continuations, by prompting.
 
     Raises:
         ValueError: no tokenizer, too few prompts, what the engine refuses.
@@ -164,12 +166,12 @@ class Target:
                 "fewer say little about chance"
             )
         self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
-        self.layers: tuple[int, ...] = ()  # whose states are kept
+        self.layers: tuple[int, ...] = ()  # their input states are recorded
         self._engines: dict[str, Engine] = {}
         self._texts: dict[Prompting, list[Text]] = {}
 
     def tokens(self, prompting: Prompting) -> list[list[int]]:
-        """The prompts' tokens."""
+        """Return the tokens of each prompt."""
         if prompting.template:
             prompts = [with_template(prompt, self.tokenizer) for prompt in self.prompts]
         else:
@@ -180,36 +182,39 @@ class Target:
         return [[bos] * prompting.num_bos + tokens[leading(tokens, bos) :] for tokens in prompts]
 
     def num_bos(self, prompting: Prompting) -> int | None:
-        """How many of these tokens prompts begin with; None where the tokenizer has none."""
+        """Return the number of BOS tokens that prompts begin with, None if the tokenizer has none."""
         bos = getattr(self.tokenizer, "bos_token_id", None)
         return None if bos is None else leading(self.tokens(prompting)[0], bos)
 
     def engine(self, kv: str) -> Engine:
+        """Return an engine with this KV dtype."""
         if kv not in self._engines:
-            # The same module once more: a folder's scales are not read for it.
+            # Given the module instead of the folder, the engine does not read the checkpoint's KV scales.
             model = self.args.model if kv == "as is" else self.engine("as is").target.model
             options = options_of(
                 self.args,
                 adaptive=False,
                 num_slots=min(8, len(self.prompts)),
-                kv_dtype=None if kv == "16 or 32 bit" else self.args.kv_dtype,
+                kv_dtype=None if kv == "16 or 32 bit" else self.args.kv_cache_dtype,
             )
             self._engines[kv] = Engine(model, Recorder(self.layers), options=options)
         return self._engines[kv]
 
     def texts(self, prompting: Prompting) -> list[Text]:
+        """Return the prompts with the target's continuations and states."""
         if prompting not in self._texts:
             engine, prompts = self.engine(prompting.kv), self.tokens(prompting)
             self._texts[prompting] = record(engine, prompts, write_texts(engine, prompts, self.args.max_new_tokens))
         return self._texts[prompting]
 
     def close(self) -> None:
+        """Close the engines."""
         for engine in self._engines.values():
             engine.close()
 
 
 def leading(tokens: Sequence[int], token: int) -> int:
-    """How many of `token` they begin with."""
+    """Count the leading `token`s."""
     return next((at for at, other in enumerate(tokens) if other != token), len(tokens))
 
 
@@ -221,31 +226,33 @@ def examine(args: argparse.Namespace) -> Diagnosis:
         OSError: no such model or file.
     """
     logging.disable_progress_bar()
-    for name, low in (("num_steps", 1), ("max_new_tokens", args.num_steps + 1)):
+    num_steps = args.speculative_num_steps
+    for name, low in (("speculative_num_steps", 1), ("max_new_tokens", num_steps + 1)):
         if getattr(args, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least {low}")
-    folder = local_folder(args.draft, "--draft")
-    algorithm = args.algorithm or {EAGLE: "EAGLE", EAGLE3: "EAGLE3"}.get(kind_of(folder), "STANDALONE")
+    folder = local_folder(args.speculative_draft_model_path, "--speculative-draft-model-path")
+    algorithm = args.speculative_algorithm or algorithm_of(folder)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-doctor-")))
         target = Target(args)
         stack.callback(target.close)
-        if args.chat_template and not target.has_template:
-            raise ValueError(f"--chat-template is set, expected not: the tokenizer of {args.model} has no template")
-        as_is = Prompting(target.has_template if args.chat_template is None else args.chat_template)
+        if args.apply_chat_template and not target.has_template:
+            raise ValueError(
+                f"--apply-chat-template is set, expected not: the tokenizer of {args.model} has no template"
+            )
+        as_is = Prompting(target.has_template if args.apply_chat_template is None else args.apply_chat_template)
 
         def make() -> Draft:
-            draft: Draft = KINDS[algorithm](folder, num_steps=args.num_steps, topk=1)
-            return draft
+            return draft_class(algorithm)(folder, num_steps=num_steps, topk=1)
 
         def shifts(layers: tuple[int, ...]) -> Iterator[Shift]:
-            fp8 = args.kv_dtype is not None
+            fp8 = args.kv_cache_dtype is not None
             yield from prompting_shifts(as_is, target.has_template, target.num_bos(as_is), fp8)
             vocab_size, num_layers = target.config.vocab_size, target.config.num_hidden_layers
             if algorithm == "STANDALONE":
-                yield from standalone_shifts(folder, args.num_steps, target.tokenizer, vocab_size)
+                yield from standalone_shifts(folder, num_steps, target.tokenizer, vocab_size)
             else:
-                head = Head(folder, algorithm, args.num_steps, scratch)
+                head = Head(folder, algorithm, num_steps, scratch)
                 yield from head_shifts(head, layers, num_layers, vocab_size)
 
         return diagnose(target, algorithm, as_is, make, shifts)
@@ -258,7 +265,10 @@ def diagnose(
     make: Callable[[], Draft],
     shifts: Callable[[tuple[int, ...]], Iterator[Shift]],
 ) -> Diagnosis:
-    """`make` makes the draft as it is, `shifts` names what to try, for the feature layers that this reads."""
+    """Measure the unchanged draft, which `make` creates, and every shift.
+
+    `shifts` takes the feature layers that the unchanged draft reads.
+    """
     refusal, drafts = "", []
     own, layers = needed(make, target.config)
     if isinstance(layers, ValueError):
@@ -273,7 +283,7 @@ def diagnose(
     def acceptance(draft: Draft, prompting: Prompting | None, pairing: int = 0) -> Acceptance:
         prompting = prompting or as_is
         texts = target.texts(prompting)
-        return measure(draft, target.args.num_steps, target.engine(prompting.kv).target, texts, pairing)
+        return measure(draft, target.args.speculative_num_steps, target.engine(prompting.kv).target, texts, pairing)
 
     with progress(len(drafts) + 1) as advance:
         base, measured = None, []
@@ -287,14 +297,14 @@ def diagnose(
             advance(f"{shift.input}: {shift.change}")
             try:
                 measured.append((shift, acceptance(draft, shift.prompting, shift.pairing)))
-            except ValueError:  # no reading of this checkpoint
+            except ValueError:  # the checkpoint cannot be read so
                 continue
     if base is None and not measured:
         raise ValueError(refusal)
     findings = [compared(base, *one, len(measured)) for one in measured]
     return Diagnosis(
         model=str(target.args.model),
-        draft=str(target.args.draft),
+        draft=str(target.args.speculative_draft_model_path),
         algorithm=algorithm,
         num_texts=len(texts),
         num_tokens=sum(len(text.tokens) - len(text.prompt) for text in texts),
@@ -305,7 +315,7 @@ def diagnose(
 
 
 def needed(make: Callable[[], Draft], config: Any) -> tuple[Draft | None, tuple[int, ...] | ValueError]:
-    """A draft, and the feature layers it reads; or why it is refused."""
+    """Return a draft and the feature layers it reads, or None and the error that refuses it."""
     try:
         draft = make()
         return draft, draft.needs(config).feature_layers

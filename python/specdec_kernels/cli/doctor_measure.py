@@ -1,12 +1,12 @@
-"""How much of a text a draft gets right: rounds of a chain begun behind every token of it, all in one pass a step.
+"""Measure how much of a text a draft predicts: a chain of drafts after every token, all in one pass per draft step.
 
-The text is the target's own, greedy, so a round accepts drafts as long as they are what the text says. A table of how
-many drafts are right behind each token holds every round that an engine could run there: walking over it, from a root
-to the token behind the last that is right, gives the accept length of an engine that drafts a chain (`topk=1`), without
-generating anything; and all of it together, whether begun there or not, gives the acceptance by depth.
+The text is the target's own greedy output, so a round accepts drafts as long as they equal the text. The number of
+right drafts after each token covers every round that an engine could run. Walking over it, from a root to the token
+after the last right draft, gives the accept length of an engine that drafts a chain (`topk=1`), without generating
+anything. All entries together, whether or not a round starts there, give the acceptance by depth.
 
-A draft is asked through the interface that rounds use, so this knows no algorithm. Each token of a text is the root of
-a slot. The slots share the KV rows of the text and have rows of their own behind them: pages of one row do that.
+Drafts are called through the interface of rounds, so this module knows no algorithm. Each token of a text is the root
+of a slot. The slots share the KV rows of the text and have rows of their own after them, with pages of one row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..ops import Accepted, Candidates
 
 
 class Recorder(Draft):
-    """Proposes nothing, and has the engine keep what enters these layers of the target."""
+    """A draft that proposes nothing and makes the engine record the inputs of these layers of the target."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
@@ -43,18 +43,18 @@ class Text(NamedTuple):
 
     prompt: list[int]
     tokens: list[int]  # of both
-    features: Tensor  # [len(tokens), layers, H]: what entered each of the recorder's layers
+    features: Tensor  # [len(tokens), layers, H]: inputs of the recorder's layers
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What was measured of one draft over all texts.
+    """The acceptance of one draft over all texts.
 
     Attributes:
-        rounds, tokens: of each text: an engine's rounds, and what they emit.
-        right, reached: of each depth, from 1 on: of the drafts whose path is right so far, how many there were and how
-            many were right as well, begun behind every token.
-        covered: share of what the target wrote that the draft vocabulary holds; None where that is the target's.
+        rounds, tokens: for each text, an engine's rounds and the tokens that they emit.
+        right, reached: for each depth from 1 on, over chains from every token: `reached` drafts whose path is right so
+            far, and `right` ones among them.
+        covered: share of the target's tokens that are in the draft vocabulary; None if that is the target's.
     """
 
     rounds: list[int]
@@ -69,19 +69,19 @@ class Acceptance:
 
     @property
     def by_depth(self) -> list[float]:
-        """The share of drafts of each depth that are right where those before them are."""
+        """For each depth, the share of drafts that are right, given that those before them are."""
         return [right / max(reached, 1) for right, reached in zip(self.right, self.reached, strict=True)]
 
 
 def write_texts(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """Each prompt with the target's greedy continuation."""
+    """Return each prompt with the target's greedy continuation."""
     outputs = engine.generate([list(prompt) for prompt in prompts], SamplingParams(max_new_tokens))
     return [[*prompt, *output.tokens] for prompt, output in zip(prompts, outputs, strict=True)]
 
 
 @torch.inference_mode()
 def record(engine: Engine, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[Text]:
-    """The texts with the target's states, of an engine that does nothing else now: its KV rows are written over."""
+    """Return the texts with the target's states. The engine must be idle: its KV rows are overwritten."""
     target, page_size = engine.target, engine.target.pools.page_size
     recorded = []
     for prompt, tokens in zip(prompts, texts, strict=True):
@@ -94,24 +94,24 @@ def record(engine: Engine, prompts: Sequence[list[int]], texts: Sequence[list[in
         features = target.forward(row, positions, rows).features
         if features is None:
             features = target.embedding.weight.new_empty(0)
-        kept = features.view(count, len(target.feature_layers), target.embedding.weight.shape[1])
-        recorded.append(Text(prompt, tokens, kept))
+        states = features.view(count, len(target.feature_layers), target.embedding.weight.shape[1])
+        recorded.append(Text(prompt, tokens, states))
     return recorded
 
 
 @torch.inference_mode()
 def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence[Text], pairing: int = 0) -> Acceptance:
-    """The acceptance of a draft that is not open, whose options ask for a chain of `num_steps`.
+    """Return the acceptance of a draft that is not open yet, configured for a chain of `num_steps`.
 
-    `pairing` shifts the features against the tokens: above 0 rows get the states of later tokens.
+    `pairing` shifts the features relative to the tokens: above 0, rows get the states of later tokens.
     """
     layers = [target.feature_layers.index(layer) for layer in draft.needs(target.config).feature_layers]
     longest = max(len(text.tokens) for text in texts)
     num_slots = max(len(roots_of(text, num_steps)) for text in texts)
-    own = num_steps + 2  # rows of a slot behind the text it shares
+    own = num_steps + 2  # rows of a slot after the shared text
     state = EngineState.create(
         num_slots=num_slots,
-        vocab_size=0,  # no round runs, which would edit logits, and go on from hidden states
+        vocab_size=0,  # no round runs that would edit logits or continue from hidden states
         hidden_size=0,
         dtype=target.embedding.weight.dtype,
         max_len=longest,
@@ -137,7 +137,7 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
 
 
 def covered(draft: Draft, texts: Sequence[Text]) -> float | None:
-    """The share of the continuations' tokens that the open draft can propose at all."""
+    """Return the share of the continuations' tokens that the open draft can propose at all."""
     id_map: Tensor | None = getattr(draft, "id_map", None)
     if id_map is None:
         return None
@@ -146,35 +146,37 @@ def covered(draft: Draft, texts: Sequence[Text]) -> float | None:
 
 
 def roots_of(text: Text, num_steps: int) -> range:
-    """The tokens that rounds may have as roots: those behind a prompt, of which no round drafts the first one, with
-    enough text ahead."""
+    """Return the tokens that may be roots of rounds: those of the continuation with enough text ahead.
+
+    No round drafts the first one.
+    """
     return range(len(text.prompt), len(text.tokens) - num_steps)
 
 
 def shifted(features: Tensor, by: int) -> Tensor:
-    """Rows that are `by` later; the first or the last one again where there is none."""
+    """Return rows shifted by `by`, with the first or last one repeated at the border."""
     at = (torch.arange(len(features), device=features.device) + by).clamp(0, len(features) - 1)
     return features[at]
 
 
 def drafts_right(draft: Draft, state: EngineState, num_steps: int, text: Text, features: Tensor | None) -> list[int]:
-    """For each root in turn: how many drafts of a chain behind it are right."""
+    """Return for each root how many drafts of the chain after it are right."""
     device = state.seq_lens.device
     roots = roots_of(text, num_steps)
     if not roots:
         return []
 
-    def numbers(values: Sequence[int] | range) -> Tensor:
+    def integers(values: Sequence[int] | range) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=device)
 
-    tokens, slots, lengths = numbers(text.tokens), numbers(range(len(roots))), numbers(roots)
+    tokens, slots, lengths = integers(text.tokens), integers(range(len(roots))), integers(roots)
     share_text(state, len(text.tokens), lengths)
     state.root_tokens[: len(roots)] = tokens[roots.start : roots.stop]
     state.seq_lens[: len(roots)] = lengths
     for slot in range(len(roots)):
         draft.begin(slot, DraftRequest(slot, text.tokens[: roots[slot] + 1], 0))
     length = roots.stop - 1  # rows before the last root; row i is in page i
-    zero, positions = numbers([0]), numbers(range(length))[None]
+    zero, positions = integers([0]), integers(range(length))[None]
     prefill = Prefill(
         tokens=tokens[None, :length],
         next_tokens=tokens[None, 1 : length + 1],
@@ -187,7 +189,7 @@ def drafts_right(draft: Draft, state: EngineState, num_steps: int, text: Text, f
     )
     draft.prefill(prefill, None if features is None else features[None, :length])
     draft.activate(slots)
-    # As if a round had just committed the roots, and nothing else: what follows them is what the draft then drafts.
+    # As if a round had just committed the roots alone: the draft then drafts what follows them.
     state.prefix_lens[: len(roots)] = lengths - 1
     accepted = Accepted(
         tokens=state.root_tokens[: len(roots), None].contiguous(),
@@ -196,27 +198,27 @@ def drafts_right(draft: Draft, state: EngineState, num_steps: int, text: Text, f
     )
     proposal = draft.propose(slots, DraftBudget(1))
     tree = scored_tree_of(proposal.drafts, slots, 1, state)
-    committed = Committed(accepted, accepted.num_valid, 1, numbers(range(len(roots) + 1)), tree)
+    committed = Committed(accepted, accepted.num_valid, 1, integers(range(len(roots) + 1)), tree)
     draft.extend(slots, committed, proposal, None if features is None else features[lengths - 1])
     candidates = draft.propose(slots, DraftBudget(num_steps + 1)).drafts
     assert isinstance(candidates, Candidates)
-    behind = torch.stack([tokens[roots.start + step : roots.stop + step] for step in range(1, num_steps + 1)], 1)
-    right: list[int] = (candidates.tokens == behind).int().cumprod(1).sum(1).tolist()
+    truth = torch.stack([tokens[roots.start + step : roots.stop + step] for step in range(1, num_steps + 1)], 1)
+    right: list[int] = (candidates.tokens == truth).int().cumprod(1).sum(1).tolist()
     return right
 
 
 def share_text(state: EngineState, num_rows: int, lengths: Tensor) -> None:
-    """Slot i sees the text's first lengths[i] rows, and behind them rows that no other slot sees."""
+    """Map slot i to the text's first lengths[i] rows, and after them to rows of its own."""
     table = state.pool.page_table
     columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
-    behind = columns - lengths[:, None]
+    beyond = columns - lengths[:, None]
     own = (len(state.pool.free_stack) - num_rows) // len(table)
     mine = num_rows + torch.arange(len(lengths), dtype=torch.int32, device=table.device)[:, None] * own
-    table[: len(lengths)] = torch.where(behind < 0, columns, torch.where(behind < own, mine + behind, -1))
+    table[: len(lengths)] = torch.where(beyond < 0, columns, torch.where(beyond < own, mine + beyond, -1))
 
 
 def count(right: list[int], acceptance: Acceptance) -> None:
-    """Add a text's drafts: its rounds, one behind the other, and all there could be, by depth."""
+    """Add a text: its consecutive rounds, and all possible rounds by depth."""
     at = rounds = 0
     while at < len(right):
         at += right[at] + 1

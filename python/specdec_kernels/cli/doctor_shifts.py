@@ -1,8 +1,8 @@
-"""What `specdec doctor` changes, one thing at a time: in the prompts, in the target's KV, in a copy of the draft.
+"""The changes that `specdec doctor` tries, one at a time: of the prompts, the target's KV, or a copy of the draft.
 
-A head is changed as its maker would: in a folder beside it, whose config.json says something else, or whose index takes
-some tensors from a small file of its own and all others from the files of the original. The loader reads both alike,
-and what restores acceptance is a fault that can be put right in the checkpoint.
+A head is changed in a copy of its folder, whose config.json differs, or whose index takes some tensors from a small
+file of its own and all others from the original files. The loader reads both in the same way, so a change that
+restores acceptance is a fault that can be corrected in the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..engine import Draft, Eagle, Eagle3, Standalone
+from ..engine import Draft, Standalone
 from ..models.weights.checkpoint import load_tensors, read_json, tensor_files, tensor_names
+from .algorithms import draft_class
 
-KINDS: dict[str, Callable[..., Any]] = {"EAGLE": Eagle, "EAGLE3": Eagle3, "STANDALONE": Standalone}
-
-# Keys of a head's config that say which of its numbers are normalised. What a loader does not know, it refuses.
+# Keys of a head's config that select which states are normalized. A loader refuses keys that it does not know.
 NORMS = ("norm_before_residual", "norm_before_fc", "norm_output")
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 NORM = re.compile(r".*norm(?:\.\d+)?\.weight")
@@ -34,13 +33,13 @@ SMALL = re.compile(rf"{NORM.pattern}|(?:.*\.)?(?:d2t|t2d|q_proj\.(?:weight|bias)
 
 @dataclass(frozen=True)
 class Prompting:
-    """How the texts are made that acceptance is measured on.
+    """How the texts are generated on which acceptance is measured.
 
     Attributes:
         template: prompts are conversations in the chat template.
-        num_bos: of each prompt; None: as the tokenizer, or the template, has them.
-        kv: of the target: "as is", "16 or 32 bit", or "measured", which is 8-bit KV whose scales are measured and not
-            the checkpoint's.
+        num_bos: BOS tokens of each prompt; None: those of the tokenizer or the template.
+        kv: of the target: "as is", "16 or 32 bit", or "measured": 8-bit KV with measured scales instead of the
+            checkpoint's.
     """
 
     template: bool
@@ -54,9 +53,9 @@ class Shift:
 
     Attributes:
         input: what is changed, one of the names of docs/tuning.md. change: to what.
-        remedy: what would make it so for good.
-        draft: makes the draft, which is not open. None: that of "as is".
-        prompting: None: that of "as is". pairing: see `measure`.
+        remedy: how to make the change permanent.
+        draft: creates the draft, which is not open. None: the unchanged one.
+        prompting: None: the unchanged one. pairing: see `measure`.
     """
 
     input: str
@@ -69,10 +68,10 @@ class Shift:
 
 @dataclass(frozen=True)
 class Head:
-    """A checkpoint folder of a head, and copies of it that are changed.
+    """A checkpoint folder of a head, and changed copies of it.
 
     Attributes:
-        folder, algorithm: of the head. num_steps: of the chains that are drafted.
+        folder, algorithm: of the head. num_steps: of the drafted chains.
         scratch: a folder for the copies.
     """
 
@@ -80,7 +79,7 @@ class Head:
     algorithm: str
     num_steps: int
     scratch: Path
-    tensors: dict[str, Tensor] = field(init=False)  # the small ones, by their names without "model."
+    tensors: dict[str, Tensor] = field(init=False)  # small tensors, by their names without "model."
 
     def __post_init__(self) -> None:
         tensors = load_tensors(self.folder, SMALL.fullmatch)
@@ -88,12 +87,13 @@ class Head:
 
     @property
     def config(self) -> dict[str, Any]:
+        """The head's config.json."""
         config: dict[str, Any] = read_json(self.folder / "config.json")
         return config
 
     def draft(self, folder: Path | None = None) -> Draft:
-        draft: Draft = KINDS[self.algorithm](folder or self.folder, num_steps=self.num_steps, topk=1)
-        return draft
+        """Return the draft of the head, or of a changed copy."""
+        return draft_class(self.algorithm)(folder or self.folder, num_steps=self.num_steps, topk=1)
 
     def changed(
         self,
@@ -101,7 +101,7 @@ class Head:
         tensors: dict[str, Tensor] | None = None,
         without: tuple[str, ...] = (),
     ) -> Callable[[], Draft]:
-        """The draft of a copy with other keys in its config, other tensors, or without some."""
+        """Return a function that creates the draft of a copy with changed config keys or tensors, or `without` some."""
 
         def make() -> Draft:
             copy = self.scratch / str(len(list(self.scratch.iterdir())))
@@ -114,11 +114,11 @@ class Head:
 
 
 def link(folder: Path, copy: Path, tensors: dict[str, Tensor], without: tuple[str, ...]) -> None:
-    """The tensors of the folder in the copy, but for these; they are named without "model."."""
-    kept = {n: f for n, f in tensor_files(folder).items() if n.removeprefix("model.") not in {*tensors, *without}}
-    for name in set(kept.values()):
+    """Link the folder's tensors into the copy, except `tensors` and `without`, named without "model."."""
+    linked = {n: f for n, f in tensor_files(folder).items() if n.removeprefix("model.") not in {*tensors, *without}}
+    for name in set(linked.values()):
         (copy / f"original-{name}").symlink_to((folder / name).resolve())
-    weights = {name: f"original-{name_of_file}" for name, name_of_file in kept.items()}
+    weights = {name: f"original-{name_of_file}" for name, name_of_file in linked.items()}
     if tensors:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, copy / "changed.safetensors")
         weights |= dict.fromkeys(tensors, "changed.safetensors")
@@ -126,9 +126,9 @@ def link(folder: Path, copy: Path, tensors: dict[str, Tensor], without: tuple[st
 
 
 def head_shifts(head: Head, layers: tuple[int, ...], num_layers: int, vocab_size: int) -> Iterator[Shift]:
-    """All that may be wrong between a head and its target.
+    """Yield all changes of a head.
 
-    `layers` are those whose entering states the head reads, of the target's `num_layers`; none where it was refused.
+    `layers` are the layers of the target, `num_layers` in all, whose inputs the head reads; empty if it was refused.
     """
     if head.algorithm == "EAGLE3":
         yield from layer_shifts(head, layers, num_layers)
@@ -145,8 +145,10 @@ def head_shifts(head: Head, layers: tuple[int, ...], num_layers: int, vocab_size
 
 
 def layer_shifts(head: Head, layers: tuple[int, ...], num_layers: int) -> Iterator[Shift]:
-    """Layers by what enters them where they were named by what leaves them, and the reverse: all one lower or higher.
-    And the usual choice of low, middle and high, in both meanings."""
+    """Yield other feature layers: all one lower or higher, and low, middle and high.
+
+    Some checkpoints name layers by their inputs, others by their outputs.
+    """
     usual = (2, num_layers // 2, num_layers - 3)
     named: dict[tuple[int, ...], str] = {}
     for base, what in ((layers, ""), (usual, "low, middle, high; ")):
@@ -158,14 +160,17 @@ def layer_shifts(head: Head, layers: tuple[int, ...], num_layers: int) -> Iterat
         yield Shift(
             "feature layers",
             f"{', '.join(map(str, choice))} ({how})",
-            f'config.json: "{LAYERS}": {list(choice)} at the top (layers by what enters them)',
+            f'config.json: "{LAYERS}": {list(choice)} at the top (layers by their inputs)',
             head.changed({LAYERS: list(choice)}),
         )
 
 
 def position_shifts(head: Head) -> Iterator[Shift]:
-    """Rotations depend on distances alone, so what can be wrong is where queries stand against keys, where drafted rows
-    stand against those of the text, and which feature stands beside which token."""
+    """Yield shifted positions of queries, of drafted rows, and of features.
+
+    Rotary embeddings depend only on distances, so only positions relative to other rows can be wrong: queries to keys,
+    drafted rows to those of the text, and features to tokens.
+    """
     for by, how in ((1, "later"), (-1, "earlier")):
         if (rotated := rotated_queries(head, by)) is not None:
             yield Shift(
@@ -189,6 +194,8 @@ def position_shifts(head: Head) -> Iterator[Shift]:
 
 
 def offset_draft(head: Head, by: int) -> Callable[[], Draft]:
+    """Return a function that creates the draft with shifted positions of drafted rows."""
+
     def make() -> Draft:
         draft: Any = head.draft()
         draft.position_offset += by
@@ -198,7 +205,7 @@ def offset_draft(head: Head, by: int) -> Callable[[], Draft]:
 
 
 def rotated_queries(head: Head, by: int) -> dict[str, Tensor] | None:
-    """Weights whose queries are those of `by` positions later; None where a norm comes between."""
+    """Return weights whose queries are rotated by `by` positions; None if a norm is between the two."""
     if any(name.endswith("q_norm.weight") for name in head.tensors):
         return None
     config = head.config
@@ -215,6 +222,7 @@ def rotated_queries(head: Head, by: int) -> dict[str, Tensor] | None:
 
 
 def norm_shifts(head: Head) -> Iterator[Shift]:
+    """Yield switched normalizations, and norm weights with another offset."""
     config = head.config
     nested = config.get("eagle_config") or {}
     for key in NORMS if head.algorithm == "EAGLE3" else ():
@@ -229,12 +237,13 @@ def norm_shifts(head: Head) -> Iterator[Shift]:
             yield Shift(
                 "norm",
                 f"weights were stored {how}",
-                f"{'add 1 to' if by > 0 else 'take 1 off'} the weights of the head's norms",
+                f"{'add 1 to' if by > 0 else 'subtract 1 from'} the weights of the head's norms",
                 head.changed(tensors={name: tensor + by for name, tensor in norms.items()}),
             )
 
 
 def vocabulary_shifts(head: Head, vocab_size: int) -> Iterator[Shift]:
+    """Yield other readings of the draft vocabulary."""
     d2t, t2d = head.tensors.get("d2t"), head.tensors.get("t2d")
     if d2t is None:
         return
@@ -245,20 +254,20 @@ def vocabulary_shifts(head: Head, vocab_size: int) -> Iterator[Shift]:
     ]
     if t2d is not None:
         readings.append(("the tokens that t2d marks, in order", t2d.nonzero()[:, 0], "make d2t from t2d"))
-    seen = [own + d2t.long()]
+    tried = [own + d2t.long()]
     for change, ids, remedy in readings:
         numbers = set(ids.tolist())
         fits = len(ids) == len(own) == len(numbers) and numbers <= set(range(vocab_size))
-        if fits and not any(torch.equal(ids, other) for other in seen):
-            seen.append(ids)
+        if fits and not any(torch.equal(ids, other) for other in tried):
+            tried.append(ids)
             yield Shift("vocabulary map", change, remedy, head.changed(tensors={"d2t": ids - own}))
 
 
 def standalone_shifts(folder: Path, num_steps: int, tokenizer: Any, vocab_size: int) -> Iterator[Shift]:
-    """A draft whose tokenizer numbers tokens otherwise, with its rows in the target's order."""
+    """Yield a draft model whose tokenizer has other token ids, with its rows in the target's order."""
     try:
         vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
-    except (OSError, ValueError):  # it brings none: it is meant for the target's
+    except (OSError, ValueError):  # without one it uses the target's
         return
     if tokenizer is None or vocabulary == (wanted := tokenizer.get_vocab()):
         return
@@ -283,18 +292,21 @@ def standalone_shifts(folder: Path, num_steps: int, tokenizer: Any, vocab_size: 
 
 
 def in_order(weight: Tensor, ids: Tensor) -> Tensor:
-    """Rows [len(ids), H] of the weight; their mean for tokens that have none."""
+    """Return rows [len(ids), H] of the weight; their mean for tokens without a row."""
     there = (ids >= 0) & (ids < len(weight))
     return torch.where(there[:, None], weight[ids.where(there, 0)], weight.mean(0))
 
 
 def prompting_shifts(as_is: Prompting, has_template: bool, num_bos: int | None, fp8: bool) -> Iterator[Shift]:
-    """`num_bos` of the prompts as they are; None where the tokenizer knows no such token."""
+    """Yield other templates, BOS tokens and KV dtypes.
+
+    `num_bos` is that of the unchanged prompts; None if the tokenizer has no BOS token.
+    """
     if has_template:
         on = not as_is.template
         yield Shift(
             "template", "with the chat template" if on else "without the chat template",
-            f"send prompts {'as chat' if on else 'as they are, or mend the template'}",
+            f"send prompts {'as chat' if on else 'without the template, or correct it'}",
             prompting=Prompting(on),
         )  # fmt: skip
     for count, name in enumerate(("no BOS", "one BOS", "two BOS")):

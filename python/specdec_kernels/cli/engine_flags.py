@@ -1,76 +1,172 @@
-"""The flags of the commands that keep an engine running, named as SGLang's server names them, and that engine."""
+"""The flags that configure an engine, named as SGLang's server names them, and the engine they open."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import speculative_flags, tune
-from .engine_options import options_of
+from . import speculative_flags
+from .arguments import add_flag, add_model, model_of
+from .tuning_flags import add_tuning
 
 if TYPE_CHECKING:
-    from ..engine import Engine
+    from ..engine import Engine, EngineOptions
 
-LONGEST_CONTEXT = 8192  # on a GPU, unless the flags say otherwise
+LONGEST_CONTEXT = 8192  # default on a GPU
 
-# The packaged model continues text, and knows no conversations: to it they are the text of their messages.
+# The packaged model continues text and has no conversation format: it gets the text of the messages.
 TINY_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
+class EngineFlag(NamedTuple):
+    """A flag that sets one field of `EngineOptions`.
+
+    Attributes:
+        option: the field.
+        parser: keyword arguments of `add_argument`.
+        hidden: earlier spellings, still accepted.
+    """
+
+    option: str
+    parser: dict[str, Any]
+    hidden: tuple[str, ...] = ()
+
+    def value(self, given: Any) -> Any:
+        """Return the option's value for what the parser read; None leaves the default."""
+        if self.option in ("cuda_graph", "prefix_cache"):  # flags that disable
+            return False if given else None
+        if self.option == "dtype" and given is not None:
+            import torch
+
+            return getattr(torch, given)
+        return given or None if self.parser.get("action") == "store_true" else given
+
+
+FLAGS: dict[str, EngineFlag] = {
+    "--tokenizer-path": EngineFlag(
+        "tokenizer", {"metavar": "PATH", "help": "tokenizer: a folder or hub id (default: the model's)"}
+    ),
+    "--trust-remote-code": EngineFlag(
+        "trust_remote_code", {"action": "store_true", "help": "run code that comes with a tokenizer"}
+    ),
+    "--adapter": EngineFlag(
+        "adapter", {"metavar": "PATH", "help": "LoRA to merge into the target: a folder or hub id"}
+    ),
+    "--context-length": EngineFlag(
+        "max_len",
+        {
+            "type": int,
+            "metavar": "N",
+            "help": "longest sequence, prompt included (default: the model's, at most 8192 on a GPU, 2048 on the CPU)",
+        },
+    ),
+    "--max-running-requests": EngineFlag(
+        "num_slots",
+        {"type": int, "metavar": "N", "help": "requests that run at the same time (64 on a GPU, 8 on the CPU)"},
+    ),
+    "--mem-fraction-static": EngineFlag(
+        "mem_fraction",
+        {"type": float, "metavar": "F", "help": "fraction of the GPU's memory to use (0.85)"},
+        ("--mem-fraction",),
+    ),
+    "--chunked-prefill-size": EngineFlag(
+        "prefill_chunk",
+        {"type": int, "metavar": "N", "help": "prompt rows prefilled between two rounds at most (2048)"},
+    ),
+    "--page-size": EngineFlag("page_size", {"type": int, "metavar": "N", "help": "KV rows per page (16)"}),
+    "--dtype": EngineFlag(
+        "dtype",
+        {
+            "choices": ["float32", "bfloat16", "float16"],
+            "help": "dtype of weights and KV (default: the checkpoint's on a GPU, float32 on the CPU)",
+        },
+    ),
+    "--kv-cache-dtype": EngineFlag(
+        "kv_dtype",
+        {"choices": ["fp8_e4m3"], "help": "dtype of the KV cache (default: that of the weights)"},
+        ("--kv-dtype",),
+    ),
+    "--device": EngineFlag("device", {"help": "cpu or cuda (default: cuda where there is a GPU)"}),
+    "--enable-deterministic-inference": EngineFlag(
+        "batch_invariant",
+        {"action": "store_true", "help": "make a request's result bitwise independent of the batch"},
+        ("--batch-invariant",),
+    ),
+    "--disable-radix-cache": EngineFlag(
+        "prefix_cache",
+        {
+            "action": "store_true",
+            "help": "prefill every prompt whole (default: reuse cached prefixes, unless layers have sliding windows or "
+            "inference is deterministic)",
+        },
+    ),
+    "--disable-cuda-graph": EngineFlag(
+        "cuda_graph", {"action": "store_true", "help": "launch rounds kernel by kernel"}, ("--no-cuda-graph",)
+    ),
+}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *names: str, **helps: str) -> None:
+    """Add the named flags of FLAGS; `helps` replaces the help of a flag, by its option's name."""
+    for name in names:
+        flag = FLAGS[name]
+        add_flag(
+            parser, name, *flag.hidden, **flag.parser | ({"help": helps[flag.option]} if flag.option in helps else {})
+        )
+
+
+def options_of(args: argparse.Namespace, **others: Any) -> EngineOptions:
+    """Return the engine options that the flags of a command give; absent flags and None leave the default.
+
+    Args:
+        others: options that the command derives itself, instead of a flag.
+    """
+    from ..engine import EngineOptions
+
+    given: dict[str, Any] = {"tuning": getattr(args, "tuning", None)}
+    for name, flag in FLAGS.items():
+        given[flag.option] = flag.value(getattr(args, name.removeprefix("--").replace("-", "_"), None))
+    return EngineOptions(**{name: value for name, value in given.items() if value is not None} | others)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="target: a folder or hub id (default: the packaged tiny model)")
-    parser.add_argument("--model-path", metavar="PATH", help="the same, as a flag")
-    parser.add_argument("--tokenizer-path", metavar="PATH", help="of its tokenizer (default: the model's)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a tokenizer brings along")
-    parser.add_argument("--adapter", metavar="PATH", help="LoRA to merge into the target: a folder or hub id")
+    """Add the flags of commands that keep an engine running."""
+    add_model(parser, " (default: the packaged tiny model)")
+    add_engine_flags(parser, "--tokenizer-path", "--trust-remote-code", "--adapter")
     speculative_flags.add_arguments(parser)
-    tune.add_tuning(parser)
-    parser.add_argument(
+    add_tuning(parser)
+    add_engine_flags(
+        parser,
         "--context-length",
-        type=int,
-        metavar="N",
-        help="longest sequence, prompt included (default: the model's, at most 8192 on a GPU, 2048 on the CPU)",
-    )
-    parser.add_argument(
-        "--max-running-requests", type=int, metavar="N", help="requests that run at once (64 on a GPU, 8 on the CPU)"
-    )
-    parser.add_argument(
-        "--mem-fraction-static", type=float, metavar="F", help="share of the GPU's memory to take (0.85)"
-    )
-    parser.add_argument("--chunked-prefill-size", type=int, metavar="N", help="rows of a prefill (2048)")
-    parser.add_argument("--page-size", type=int, metavar="N", help="KV rows per page (16)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
-    parser.add_argument("--kv-cache-dtype", choices=["fp8_e4m3"], help="of KV, if it is to have 8 bits")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument(
-        "--enable-deterministic-inference", action="store_true", help="the same bits whatever runs beside a request"
-    )
-    parser.add_argument(
+        "--max-running-requests",
+        "--mem-fraction-static",
+        "--chunked-prefill-size",
+        "--page-size",
+        "--dtype",
+        "--kv-cache-dtype",
+        "--device",
+        "--enable-deterministic-inference",
         "--disable-radix-cache",
-        action="store_true",
-        help="prefill every prompt whole (default: what texts before have begun with is kept, unless layers have "
-        "windows or inference is deterministic)",
+        "--disable-cuda-graph",
     )
-    parser.add_argument("--disable-cuda-graph", action="store_true", help="launch rounds kernel by kernel")
     parser.add_argument(
         "--grammar-backend",
         choices=["xgrammar", "none"],
-        help="what holds texts to JSON schemas and grammars (default: xgrammar where it is installed)",
+        help="backend of JSON schemas and grammars (default: xgrammar where it is installed)",
     )
-    parser.add_argument("--chat-template", metavar="FILE", help="a template in Jinja (default: the tokenizer's)")
+    parser.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's)")
 
 
 def resolve(args: argparse.Namespace) -> tuple[speculative_flags.Chosen, str | None]:
-    """What the flags ask for, and the chat template in place of the target's own; sets `args.model` to the target, None
-    for the tiny one.
+    """Return what the flags ask for, and the chat template in place of the target's own.
+
+    Sets `args.model` to the target, None for the tiny one.
 
     Raises:
-        ValueError: two targets. OSError: no such template. Both: what `drafts.choose` refuses.
+        ValueError: two targets. OSError: no such template. Both: what `speculative_flags.choose` refuses.
     """
-    if args.model is not None and args.model_path is not None:
-        raise ValueError(f"--model-path is {args.model_path}, expected none beside {args.model}")
-    args.model = args.model or args.model_path
+    args.model = model_of(args)
     chosen = speculative_flags.choose(args)
     if args.chat_template is None:
         return chosen, TINY_TEMPLATE if args.model is None else None
@@ -79,10 +175,10 @@ def resolve(args: argparse.Namespace) -> tuple[speculative_flags.Chosen, str | N
 
 
 def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_slots: int | None = None) -> Engine:
-    """The engine that the flags ask for.
+    """Open the engine that the flags ask for.
 
     Args:
-        chosen: what `resolve` gave.
+        chosen: what `resolve` returned.
         num_slots: in place of `--max-running-requests`.
 
     Raises:
@@ -110,6 +206,11 @@ def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_
 
 
 def grammars_of(args: argparse.Namespace) -> bool:
+    """Return whether the engine allows grammars.
+
+    Raises:
+        ValueError: xgrammar is asked for and not installed.
+    """
     installed = importlib.util.find_spec("xgrammar") is not None
     if args.grammar_backend == "xgrammar" and not installed:
         raise ValueError(

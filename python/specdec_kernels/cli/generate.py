@@ -1,4 +1,4 @@
-"""`specdec generate`: text by speculative decoding, beside plain decoding of the same prompt."""
+"""`specdec generate`: generate text by speculative decoding and compare with plain decoding of the same prompt."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from . import speculative_flags, tune
-from .engine_options import options_of
+from . import speculative_flags
+from .arguments import add_flag
+from .engine_flags import add_engine_flags, options_of
 from .optional_dependencies import require
+from .tuning_flags import add_tuning
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..engine import Draft, Engine, RequestOutput, SamplingParams
+    from .arguments import Subparsers
     from .near_tie import Difference
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-# It ends without a newline: the tokenizer joins that with the indentation behind it.
+# Without a newline at the end: the tokenizer joins it with the indentation that follows.
 DEFAULT_PROMPT = '''class Point:
     """A point in the plane."""
 
@@ -31,57 +32,75 @@ DEFAULT_PROMPT = '''class Point:
     def __repr__(self):'''
 
 
-# A short run is repeated, without printing, and the fastest counts: other work on the machine only slows it down.
+# A short run is repeated without printing, and the fastest counts: other work on the machine only slows it down.
 MOST_RUNS, ENOUGH_SECONDS = 4, 2.0
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
     parser = subparsers.add_parser(
         "generate",
         help="generate text by speculative decoding and compare with plain decoding",
-        description="Generates text, streaming it with accepted draft tokens in colour, then decodes the same prompt "
+        description="Generates text, streaming it with accepted draft tokens in color, then decodes the same prompt "
         "without speculation and prints both in a table. Without arguments it uses the tiny model that comes with "
         "the package and a default prompt; on a GPU its EAGLE-3 head drafts, on a CPU the n-gram index.",
     )
     parser.add_argument("prompt", nargs="?", help="text to continue (default: the head of a small Python class)")
-    parser.add_argument("--model", help="target: a folder or hub id (default: the packaged tiny model)")
-    parser.add_argument("--adapter", metavar="PATH", help="LoRA to merge into the target: a folder or hub id")
-    speculative_flags.add_arguments(parser)
-    tune.add_tuning(parser)
-    add_sampling(parser, max_new_tokens=200)
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
-    parser.add_argument("--kv-dtype", choices=["fp8_e4m3"], help="of KV, if it is to have 8 bits")
-    parser.add_argument("--page-size", type=int, metavar="N", help="KV rows per page (16)")
-    parser.add_argument(
-        "--mem-fraction", type=float, metavar="F", help="share of the GPU's memory to take (default: what is needed)"
+    add_flag(
+        parser,
+        "--model-path",
+        "--model",
+        metavar="PATH",
+        help="target: a folder or hub id (default: the packaged tiny model)",
     )
-    parser.add_argument("--batch-invariant", action="store_true", help="the same bits whatever runs beside a request")
-    parser.add_argument("--no-cuda-graph", action="store_true", help="launch rounds kernel by kernel, for debugging")
+    add_engine_flags(parser, "--adapter")
+    speculative_flags.add_arguments(parser)
+    add_tuning(parser)
+    add_sampling(parser, max_new_tokens=200)
+    add_engine_flags(
+        parser,
+        "--device",
+        "--dtype",
+        "--kv-cache-dtype",
+        "--page-size",
+        "--mem-fraction-static",
+        "--enable-deterministic-inference",
+        "--disable-cuda-graph",
+        mem_fraction="fraction of the GPU's memory to use (default: what is needed)",
+    )
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the rounds")
     parser.add_argument("--no-compare", action="store_true", help="skip the plain decoding run")
     parser.set_defaults(run=run)
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """Add the flags of sampling."""
     parser.add_argument(
-        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"budget ({max_new_tokens})"
+        "--max-new-tokens",
+        type=int,
+        default=max_new_tokens,
+        metavar="N",
+        help=f"tokens to generate at most ({max_new_tokens})",
     )
     parser.add_argument(
         "--generation-config",
         choices=["auto", "none"],
         default="none",
-        help="auto: sample as generation_config.json of the model says; flags beside it win (none)",
+        help="auto: sample as the model's generation_config.json says, overridden by other flags (none)",
     )
-    parser.add_argument("--temperature", type=float, metavar="T", help="0, greedy (default), or above: sample")
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens (0: all)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="... of these, the likeliest that reach P (1)")
-    parser.add_argument("--min-p", type=float, metavar="P", help="... of these, any P times as likely as the best (0)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the draws (default: another one each time)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default); above 0: sample")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (0: all)")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="... of these, the most likely that reach probability P (1)"
+    )
+    parser.add_argument(
+        "--min-p", type=float, metavar="P", help="... of these, tokens at least P times as likely as the best (0)"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="random seed (default: a new one each time)")
 
 
 def sampling_of(args: argparse.Namespace, model: Any) -> SamplingParams:
-    """What the flags say, beside the model's generation config if that is asked for."""
+    """Return the sampling that the flags ask for, on top of the model's generation config with `auto`."""
     from ..engine import SamplingParams
 
     flags = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
@@ -93,12 +112,15 @@ def sampling_of(args: argparse.Namespace, model: Any) -> SamplingParams:
 
 @dataclass
 class Run:
+    """A generated text and its time."""
+
     name: str
     output: RequestOutput
     seconds: float
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     if not require("generate", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 1
     try:
@@ -109,12 +131,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """0, or 1 where speculation changed the text and no near-tie explains it."""
+    """Generate with and without drafts; return 1 if speculation changed the text without a near-tie, else 0."""
     from rich.console import Console
 
     from .near_tie import difference
 
     console = Console(highlight=False)
+    args.model = args.model_path
     model, algorithm, draft, _ = speculative_flags.choose(args)
     sampling = sampling_of(args, model).with_seed()  # one for both runs: it makes their texts the same
     prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
@@ -142,6 +165,7 @@ def generate(
     *,
     stream: bool,
 ) -> tuple[Run, Engine]:
+    """Generate a text several times and return the fastest run, and its engine; `stream` prints the first run."""
     from ..engine import Engine, SamplingParams
 
     with console.status(f"{algorithm}: loading and warming up"):
@@ -167,14 +191,14 @@ def generate(
 
 
 def timed(engine: Engine, prompt: str, sampling: SamplingParams, algorithm: str, printer: Printer | None = None) -> Run:
-    """One run. Its n-gram group is its own: it drafts from nothing that another run has said."""
+    """Time one run. The caller gives each run an n-gram group, so that it drafts nothing from another run's text."""
     begin = time.perf_counter()
     (output,) = engine.generate(prompt, sampling, on_tokens=printer)
     return Run(algorithm, output, time.perf_counter() - begin)
 
 
 class Printer:
-    """Streams text with the accepted draft tokens in colour; a token cut inside a character waits for the rest."""
+    """Stream text with accepted draft tokens in color; a token that ends inside a character waits for the rest."""
 
     def __init__(self, console: Console, engine: Engine) -> None:
         self.console, self.tokenizer = console, engine.tokenizer
@@ -190,7 +214,7 @@ class Printer:
             begin = end
 
     def finish(self) -> None:
-        """Whatever still waited is all there is of it."""
+        """Print what is left, even if a character is incomplete."""
         self._print([], None, last=True)
         self.console.print("\n")
 
@@ -204,9 +228,9 @@ class Printer:
 
 
 def print_table(console: Console, runs: list[Run], sampling: SamplingParams) -> None:
+    """Print the counts of each run, a column per run, which fits a narrow terminal."""
     from rich.table import Table
 
-    # A column a run: that fits the narrowest terminal.
     table = Table("", *("plain" if run.name == "NONE" else run.name for run in runs))
     for column in table.columns[1:]:
         column.justify = "right"
@@ -224,6 +248,7 @@ def print_table(console: Console, runs: list[Run], sampling: SamplingParams) -> 
 
 
 def print_comparison(console: Console, speculative: Run, plain: Run, parted: Difference | None) -> None:
+    """Print whether speculation changed the text, and how much faster it was."""
     speed = f"{plain.seconds / speculative.seconds:.2f} times as fast as plain decoding"
     if parted is None:
         console.print(f"{speculative.name} produced the same tokens {speed}.")
@@ -231,6 +256,6 @@ def print_comparison(console: Console, speculative: Run, plain: Run, parted: Dif
     what = f"{speculative.name} produced other tokens from token {parted.at} on"
     margin = f"a margin of {parted.margin:.1e}, where roundoff explains up to {parted.limit:.1e}"
     if parted.is_near_tie:
-        console.print(f"{what} {speed} (a near-tie of the target's: {margin}).")
+        console.print(f"{what} {speed} (a near-tie of the target: {margin}).")
     else:
         console.print(f"{what}, which is an error: {margin}.", style="red")

@@ -1,4 +1,4 @@
-"""`specdec info`: what is installed here, for a bug report or a first look, and how a model runs.
+"""`specdec info`: what is installed, for a bug report or a first look, and how a model would run.
 
 Without a model it needs the standard library only.
 """
@@ -9,34 +9,41 @@ import argparse
 import importlib.metadata
 import json
 import platform
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .arguments import add_model, model_of
 from .optional_dependencies import require
 from .table import print_table
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    from .arguments import Subparsers
 
 PACKAGES = ("torch", "transformers", "numpy", "rich")
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
     parser = subparsers.add_parser(
         "info",
-        help="what is installed here: build, GPU, torch, ops; how a model runs",
-        description="Says what is installed here: this package and its CUDA build, Python, torch, GPUs, and the ops. "
-        "Paste it into a bug report. With a model: whether it runs, how each of its parts does, and why not.",
+        help="show what is installed: build, GPU, torch, ops; or how a model would run",
+        description="Show what is installed: this package and its CUDA build, Python, torch, GPUs, and the ops. Paste "
+        "it into a bug report. With a model: show whether and how each of its parts would run, and if not, why.",
     )
-    parser.add_argument("model", nargs="?", help="a folder or hub id: how this model runs; no weights are read")
-    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    add_model(parser, ", whose config alone is read (default: show what is installed)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.model is not None:
-        return run_model(args.model, args.json)
+    """Run the command and return its exit code."""
+    try:
+        model = model_of(args)
+    except ValueError as error:
+        print(f"specdec info: {error}", file=sys.stderr)
+        return 2
+    if model is not None:
+        return run_model(model, args.json)
     facts = collect()
     if args.json:
         print(json.dumps(facts, indent=2))
@@ -46,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_model(model: str, as_json: bool) -> int:
-    """0, or 2 where the model is refused."""
+    """Print how a model would run; return 2 if it is refused, else 0."""
     if not require("info MODEL", "engine", ["torch", "transformers", "safetensors"]):
         return 1
     facts = model_facts(model)
@@ -62,7 +69,7 @@ def run_model(model: str, as_json: bool) -> int:
 
 
 def model_facts(model: str) -> dict[str, Any]:
-    """How an engine would run the model of a folder or hub id, as far as its config tells."""
+    """Return how an engine would run the model of a folder or hub id, as far as its config tells."""
     from ..models.language_model import Way, way_of
     from ..models.weights.checkpoint import expect_folder
     from ..models.weights.loading import config_of
@@ -77,8 +84,10 @@ def model_facts(model: str) -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
+    """Return what is installed."""
     import specdec_kernels as sd
 
+    from ..driver import driver_version
     from ..ops._op_list import native_halves, public_ops
 
     versions = {name: installed_version(name) for name in PACKAGES}
@@ -96,26 +105,18 @@ def collect() -> dict[str, Any]:
 
 
 def installed_version(name: str) -> str | None:
+    """Return a package's version, None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def driver_version() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return lines[0] if lines else None
-
-
 def torch_facts() -> dict[str, Any]:
-    """What only torch itself can say; this is the one place that imports it."""
+    """Return what only torch knows; nothing else in this command imports it."""
     try:
         import torch
-    except (ImportError, OSError) as error:  # a broken torch is exactly what a bug report should show
+    except (ImportError, OSError) as error:  # a bug report should show that torch is broken
         return {"dlpack_exchange_api": None, "devices": [], "torch_import_error": str(error)}
     devices = []
     if torch.cuda.is_available():
@@ -132,11 +133,12 @@ def torch_facts() -> dict[str, Any]:
 
 
 def show(facts: dict[str, Any]) -> None:
+    """Print what is installed."""
     build = "CPU only: built without nvcc"
     if facts["cuda_version"]:
         build = f"{facts['cuda_version']}, architectures {' '.join(facts['cuda_architectures'])}"
     exchange = {
-        None: "unknown: torch is not here to ask",
+        None: "unknown without torch",
         True: "yes",
         False: "no: tensors go through __dlpack__, microseconds each (torch 2.10 has it)",
     }

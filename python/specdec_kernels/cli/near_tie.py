@@ -1,7 +1,7 @@
-"""Whether two texts of one request may differ: where roundoff decides between two tokens of the target's.
+"""Check whether rounding explains the difference between two texts of one request.
 
-Rounds of different sizes sum in different orders, so their logits differ by some roundoff, and a token that leads by no
-more than that may lose. Any other difference is an error.
+Rounds of different sizes sum in different orders, so their logits differ by roundoff, and a token that leads by less
+may lose. Any other difference is an error.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from ..engine import SamplingParams
 from ..ops import edit_logits, make_logit_edits
 from ..reference.verify import uniform
 
-# By what the logits of two tokens may change places, of the roundoff in the layers behind them.
+# Largest margin between the logits of two tokens that roundoff in the layers can reverse.
 ROUNDOFF = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.4}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two texts part.
+    """The first difference between two texts.
 
     Attributes:
-        at: the first token that differs, counted from 0.
-        margin: between its two candidates: of logits, or, sampled, of what was drawn in [0, 1) and of the nearest
-            number that draws the other one.
+        at: index of the first token that differs.
+        margin: between its two candidates: difference of logits, or, if sampled, distance from the random number in
+            [0, 1) to the nearest one that gives the other token.
         limit: the largest margin that roundoff explains.
     """
 
@@ -45,16 +45,16 @@ class Difference:
 def difference(
     model: Any, prompt: list[int], texts: tuple[list[int], list[int]], sampling: SamplingParams
 ) -> Difference | None:
-    """None for two texts of the prompt that are the same.
+    """Return the first difference between two texts of a prompt, None if they are equal.
 
-    `model` is the target as transformers runs it, whose own forward pass gives the logits.
+    The logits are those of `model`, the target as a transformers module.
     """
     first, second = texts
     if first == second:
         return None
     at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     limit = ROUNDOFF[model.dtype]
-    if at == min(map(len, texts)):  # one of them ended behind tokens of both
+    if at == min(map(len, texts)):  # one of them is a prefix of the other
         return Difference(at, math.inf, limit)
     with torch.inference_mode():
         tokens = torch.tensor([prompt + first[:at]], device=model.device)
@@ -67,7 +67,7 @@ def difference(
     assert sampling.seed is not None
     drawn = uniform(sampling.seed, len(prompt) + at)
     margins = []
-    for slack in (-limit, 0, limit):  # by which a filter may keep a token more or less
+    for slack in (-limit, 0, limit):  # a filter may keep one token more or less
         p = likeliest(logits, sampling, slack)
         ends = p.cumsum(0)
         margins.append(max(max(float(ends[t] - p[t]) - drawn, drawn - float(ends[t]), 0.0) for t in candidates))
@@ -75,7 +75,7 @@ def difference(
 
 
 def edited(logits: Tensor, prompt: list[int], text: list[int], sampling: SamplingParams) -> Tensor:
-    """The logits [V] as the request asks for them behind prompt and text."""
+    """Return the logits [V] after the request's edits for prompt and text."""
     edit = sampling.edits(len(prompt))
     if edit is not None:
         edits = make_logit_edits(1, len(logits), like=logits)
@@ -86,7 +86,7 @@ def edited(logits: Tensor, prompt: list[int], text: list[int], sampling: Samplin
 
 
 def likeliest(logits: Tensor, sampling: SamplingParams, slack: float) -> Tensor:
-    """The probabilities [V] that a sampled token is drawn from; with `slack`, of filters that are so much wider."""
+    """Return the probabilities [V] of sampling after the filters; `slack` widens the filters by that fraction."""
     p = torch.softmax(logits / sampling.temperature, -1)
     ranked, order = p.sort(descending=True)
     kept = ranked >= (sampling.min_p * (1 - slack)) * ranked[0]

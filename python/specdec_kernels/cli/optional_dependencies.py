@@ -1,4 +1,4 @@
-"""What commands look for before they begin: optional packages, of which the base install has none, and files."""
+"""Checks before a command starts: optional packages, none of which the base install has, and output files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def require(command: str, extra: str, packages: list[str]) -> bool:
-    """Whether all `packages` are installed; if not, says on stderr which are missing and what installs them."""
+    """Return whether all `packages` are installed; print which are missing and how to install them."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         print(
@@ -19,7 +19,7 @@ def require(command: str, extra: str, packages: list[str]) -> bool:
 
 
 def unwritable(file: str) -> str | None:
-    """Why no file of this name can be written; None: it can."""
+    """Return why a file cannot be written, None if it can."""
     path = Path(file).absolute()
     if not path.parent.is_dir():
         return "is in no existing folder"

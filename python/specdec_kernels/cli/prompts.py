@@ -32,14 +32,14 @@ BUILT_IN: dict[str, tuple[str, ...]] = {
 
 
 def read_prompts(file: str | Path | None) -> list[Prompt]:
-    """The prompts of a file, or the built-in mix.
+    """Read the prompts of a file, or return the built-in mix.
 
-    A `.jsonl` file has one object a line, with `prompt`, a text, or `messages`, a conversation; any other file has
-    texts with an empty line between two.
+    A `.jsonl` file has one object per line, with `prompt`, a text, or `messages`, a conversation. Any other file has
+    texts separated by empty lines.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it holds no prompts, or a line that is none.
+        OSError: the file does not exist.
+        ValueError: the file has no prompts, or an invalid line.
     """
     if file is None:
         return [prompt for prompts in BUILT_IN.values() for prompt in prompts]
@@ -55,6 +55,11 @@ def read_prompts(file: str | Path | None) -> list[Prompt]:
 
 
 def prompt_of(line: str, where: str) -> Prompt:
+    """Parse a line of a `.jsonl` file.
+
+    Raises:
+        ValueError: it has neither `prompt` nor `messages`.
+    """
     try:
         value = json.loads(line)
     except ValueError:
@@ -68,12 +73,12 @@ def prompt_of(line: str, where: str) -> Prompt:
 
 
 def without_template(prompt: Prompt) -> str:
-    """The bare text: that of all messages, one below the other."""
+    """Return the plain text of a prompt: its messages, separated by empty lines."""
     return prompt if isinstance(prompt, str) else "\n\n".join(str(message.get("content", "")) for message in prompt)
 
 
 def with_template(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """The tokens of the prompt as a conversation in the tokenizer's chat template, up to where the answer begins."""
+    """Return the tokens of a prompt in the tokenizer's chat template, up to the start of the answer."""
     from ..engine.text.prompts import chat_tokens
 
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

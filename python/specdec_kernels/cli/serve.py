@@ -1,4 +1,4 @@
-"""`specdec serve`: an HTTP server with OpenAI's endpoints, and a page that shows what speculation does."""
+"""`specdec serve`: an HTTP server with OpenAI's endpoints and a page that shows drafted tokens."""
 
 from __future__ import annotations
 
@@ -15,56 +15,74 @@ from .optional_dependencies import require
 
 if TYPE_CHECKING:
     from ..server import Settings
-
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    from .arguments import Subparsers
 
 PACKAGES = ["torch", "transformers", "safetensors", "fastapi", "uvicorn", "prometheus_client"]
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
     parser = subparsers.add_parser(
         "serve",
-        help="serve a model to OpenAI's clients, and a page that shows what speculation does",
-        description="Serves a model by speculative decoding: chat and text completions as OpenAI's clients ask for "
-        "them, metrics for Prometheus at /metrics, and a page at / that shows which tokens were drafted. Without "
-        "arguments it serves the tiny model that comes with the package. SIGTERM lets running requests end.",
+        help="serve a model to OpenAI's clients, and a page that shows drafted tokens",
+        description="Serve a model by speculative decoding: chat and text completions of OpenAI's API, metrics for "
+        "Prometheus at /metrics, and a page at / that shows which tokens were drafted. Without arguments it serves the "
+        "tiny model that comes with the package. SIGTERM lets running requests finish.",
     )
     engine_flags.add_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument(
-        "--port", type=int, default=30000, metavar="N", help="to listen on; 0: any that is free (30000)"
+        "--port", type=int, default=30000, metavar="N", help="port to listen on; 0: any free one (30000)"
     )
-    parser.add_argument("--served-model-name", metavar="NAME", help="by which clients call it (default: as given)")
-    parser.add_argument("--api-key", metavar="KEY", help="that clients have to send (default: none)")
     parser.add_argument(
-        "--tool-call-parser", choices=["hermes", "llama3"], help="how the model calls tools (default: by its template)"
+        "--served-model-name", metavar="NAME", help="model name that clients use (default: the path as given)"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: none)")
+    parser.add_argument(
+        "--tool-call-parser",
+        choices=["hermes", "llama3"],
+        help="format of the model's tool calls (default: by its template)",
     )
     parser.add_argument(
         "--sampling-defaults",
         choices=["model", "openai"],
         default="model",
-        help="of requests that say nothing: model, what its generation config samples with; openai, temperature 1",
+        help="sampling of requests that do not specify it: model, as its generation config; openai, temperature 1",
     )
     parser.add_argument(
-        "--max-queued-requests", type=int, default=2048, metavar="N", help="that may wait; then it is 429 (2048)"
+        "--max-queued-requests",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="requests that may wait; the server answers 429 to further ones (2048)",
     )
     parser.add_argument(
-        "--max-body-bytes", type=int, default=8 << 20, metavar="N", help="of a request's body (8388608)"
+        "--max-body-bytes", type=int, default=8 << 20, metavar="N", help="largest body of a request (8388608)"
     )
     parser.add_argument(
-        "--max-prompt-tokens", type=int, metavar="N", help="of a request (default: what the context holds)"
+        "--max-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="longest prompt of a request (default: what the context holds)",
     )
-    parser.add_argument("--max-n", type=int, default=128, metavar="N", help="choices of a request (128)")
+    parser.add_argument("--max-n", type=int, default=128, metavar="N", help="choices of a request at most (128)")
     parser.add_argument(
-        "--drain-seconds", type=int, metavar="S", help="that requests have to end in after SIGTERM (default: no limit)"
+        "--drain-seconds",
+        type=int,
+        metavar="S",
+        help="time that requests have to finish after SIGTERM (default: no limit)",
     )
     parser.add_argument(
-        "--log-level", choices=["error", "warning", "info", "debug"], default="warning", help="info: also each request"
+        "--log-level",
+        choices=["error", "warning", "info", "debug"],
+        default="warning",
+        help="info logs each request (warning)",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     if not require("serve", "serve", PACKAGES):
         return 2
     try:
@@ -75,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT."""
     from ..engine import AsyncEngine
     from ..server import make_app, serving_process
 
@@ -88,7 +107,7 @@ def serve(args: argparse.Namespace) -> int:
     ):
         if (value := getattr(args, name)) is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least {low}")
-    # A port that is taken is found before a model is loaded.
+    # Bind the port first: a port in use is reported before a model is loaded.
     with listening_socket(args.host, args.port) as listener, engine_flags.open_engine(args, chosen) as engine:
         app = make_app(AsyncEngine(engine), settings_of(args, chosen.model, template))
         host, port = listener.getsockname()[:2]
@@ -99,6 +118,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> Settings:
+    """Return the server's settings."""
     from ..server import Settings
 
     return Settings(
@@ -115,7 +135,7 @@ def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> S
 
 
 def sampling_defaults(model: Any, source: str) -> dict[str, Any]:
-    """How requests are sampled that say nothing: as OpenAI's are, or as a generation config that draws says."""
+    """Return the sampling of requests that do not specify it: OpenAI's, or that of a generation config that samples."""
     from ..engine import SamplingParams
 
     defaults: dict[str, Any] = {"temperature": 1.0}
@@ -133,6 +153,11 @@ def sampling_defaults(model: Any, source: str) -> dict[str, Any]:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address.
+
+    Raises:
+        ValueError: no port, or an address that cannot be bound.
+    """
     if not 0 <= port < 65536:
         raise ValueError(f"--port is {port}, expected 0 to 65535")
     try:
@@ -148,7 +173,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: str) -> None:
-    """Serves until SIGTERM or SIGINT, and then until the requests that run have ended."""
+    """Serve until SIGTERM or SIGINT, and then until running requests have finished."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -169,7 +194,7 @@ def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: 
         ws="none",
         server_header=False,
     )
-    # uvicorn raises the signal once more in the end: then it is for this handler, and the engine is closed in order.
+    # uvicorn raises the signal again at the end. This handler ignores it, so that the engine is closed in order.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         Server(config).run(sockets=[listener])

@@ -1,27 +1,27 @@
-"""The flags that say how to draft, named as in the field, and the draft they ask for, beside its target."""
+"""The flags of drafting, named as SGLang's server names them, and the draft that they ask for."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .tune import apply_tuning
+from .algorithms import ALGORITHMS, draft_class
+from .arguments import add_flag
+from .tuning_flags import apply_tuning
 
 if TYPE_CHECKING:
     from ..engine import Draft
 
-ALGORITHMS = ("NONE", "NGRAM", "EAGLE", "EAGLE3", "STANDALONE", "EAGLE3+NGRAM")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of drafting."""
     parser.add_argument(
         "--speculative-algorithm",
         choices=ALGORITHMS,
         help="how to draft (default: NGRAM; for the tiny model on a GPU EAGLE3)",
     )
-    parser.add_argument("--speculative-draft-model-path", metavar="PATH", help="EAGLE head or small draft model")
-    parser.add_argument("--speculative-num-steps", type=int, metavar="N", help="depth of drafting (5)")
+    add_draft_path(parser)
+    parser.add_argument("--speculative-num-steps", type=int, metavar="N", help="draft steps per round (5)")
     parser.add_argument(
         "--speculative-eagle-topk", type=int, metavar="K", help="branches per step (8 on a GPU, 1, a chain, on the CPU)"
     )
@@ -34,19 +34,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative-adaptive",
         action=argparse.BooleanOptionalAction,
-        help="choose in each round how many of these nodes to draft (default: unless --no-cuda-graph)",
+        help="choose in each round how many of these nodes to verify (default: on, unless --disable-cuda-graph)",
     )
     parser.add_argument(
         "--speculative-ngram-corpus",
         action="append",
         default=[],
         metavar="FILE",
-        help="a text file that NGRAM knows from the start; several with several flags",
+        help="text file that NGRAM has indexed from the start; repeat the flag for several",
     )
 
 
+def add_draft_path(parser: argparse._ActionsContainer, *hidden: str) -> None:
+    """Add the path of a draft's checkpoint; the flag may have hidden spellings."""
+    add_flag(parser, "--speculative-draft-model-path", *hidden, metavar="PATH", help="EAGLE head or small draft model")
+
+
 class Chosen(NamedTuple):
-    """What an engine is made of."""
+    """A target and its draft."""
 
     model: Any  # the target: a folder or hub id
     algorithm: str
@@ -55,9 +60,9 @@ class Chosen(NamedTuple):
 
 
 def choose(args: argparse.Namespace) -> Chosen:
-    """What the flags ask for; `args.model` None is the tiny model, whose head drafts on a GPU.
+    """Return what the flags ask for; without a target that is the tiny model, whose head drafts on a GPU.
 
-    What `args.tuning` names counts where the flags say nothing: `args.model` is the target from here on.
+    `args.tuning` fills what the flags leave open, and sets `args.model` to its target.
 
     Raises:
         ValueError, OSError: what `read_tuning` and `draft_of` refuse.
@@ -81,28 +86,28 @@ def choose(args: argparse.Namespace) -> Chosen:
             args.speculative_algorithm = tuning["algorithm"] if best else "NONE"
             args.speculative_draft_model_path = tuning["draft"] if best else None
     if args.model is None:
-        torch.set_num_threads(1)  # too small a model to share: on a busy machine its threads wait for each other
-    # A pass of a draft head takes a CPU a good part of the tiny model's own: there the index is the faster draft.
+        torch.set_num_threads(1)  # the model is too small to split: on a busy machine its threads wait for each other
+    # On a CPU, a pass of a draft head costs a good part of the tiny model's own: the n-gram index is the faster draft.
     algorithm = args.speculative_algorithm or ("EAGLE3" if args.model is None and on_gpu else "NGRAM")
     head = args.speculative_draft_model_path
     if algorithm.startswith("EAGLE3") and head is None and args.model is None:
         head = tiny_model("eagle3")
-    # A GPU scores a tree in the time of a token; a CPU pays for every node, so there a chain is the faster choice.
+    # A GPU verifies a tree in the time of a token. A CPU pays for every node, so a chain is faster.
     draft = draft_of(args, algorithm, head, topk=8 if on_gpu else 1)
     return Chosen(args.model or tiny_model("target"), algorithm, draft, on_gpu)
 
 
 def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) -> Draft | None:
-    """The draft of an algorithm, with what the flags say of it.
+    """Return the draft of an algorithm, configured by the flags; None for NONE.
 
     Args:
-        head: what `--speculative-draft-model-path` says, or the model that stands for it.
-        topk: branches, where `--speculative-eagle-topk` says nothing.
+        head: the checkpoint of the draft.
+        topk: branches, unless `--speculative-eagle-topk` is given.
 
     Raises:
-        ValueError: flags that the algorithm has no use for, or that it lacks; options out of range.
+        ValueError: flags that the algorithm does not use, or that it lacks; options out of range.
     """
-    from ..engine import Eagle, Eagle3, Ngram, Standalone, Union
+    from ..engine import Eagle3, Ngram, Union
 
     with_model = algorithm not in ("NONE", "NGRAM")
     if with_model and head is None:
@@ -126,5 +131,4 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
         both = 48 if nodes is None else nodes
         eagle = Eagle3(head, **{**model, "num_nodes": both})
         return Union(eagle, Ngram(num_nodes=both, corpus=corpus), num_nodes=both)
-    kinds: dict[str, Callable[..., Draft]] = {"EAGLE": Eagle, "EAGLE3": Eagle3, "STANDALONE": Standalone}
-    return kinds[algorithm](head, **model)
+    return draft_class(algorithm)(head, **model)

@@ -1,12 +1,12 @@
-"""One table on stdout: through rich where it is installed, else aligned text."""
+"""Tables on stdout: printed by rich if it is installed, else as aligned text."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
 
-NARROWEST_TEXT = 12  # of a column of text, which is broken into lines where the terminal is narrow
-BETWEEN = 3  # what a terminal's table has between two columns
+NARROWEST_TEXT = 12  # least width of a text column, which is broken into lines on a narrow terminal
+BETWEEN = 3  # characters between two columns on a terminal
 
 Rows = list[list[str]]
 
@@ -14,10 +14,10 @@ Rows = list[list[str]]
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, least: Sequence[str] = ()
 ) -> None:
-    """`left` columns are text and aligned left, the others are numbers and aligned right; empty ones are left out.
+    """Print a table whose first `left` columns are text, the others numbers, aligned right; omit empty columns.
 
-    Where a terminal is too narrow for all, headings and text are broken into lines, and then columns are hidden, those
-    of `least` in their order, so that every number that is shown is shown whole.
+    If the terminal is too narrow, headings and text are broken into lines, and then the columns of `least` are hidden
+    in their order. Numbers are never cut.
     """
     kept = [i for i, name in enumerate(columns) if i < left or any(row[i] for row in rows)]
     columns, cells = [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
@@ -31,7 +31,7 @@ def print_table(
     from rich.text import Text
 
     console = Console()
-    # A pipe has no width: give it all that the table wants rather than the default 80 columns.
+    # A pipe has no width: use what the table needs instead of the default 80 columns.
     if not console.is_terminal:
         console = Console(width=max(400, sum(widths_of(columns, cells, left)) + BETWEEN * len(columns)))
     hidden: list[str] = []
@@ -58,7 +58,7 @@ def print_table(
 
 
 def widths_of(columns: Sequence[str], rows: Rows, left: int, most: int | None = None) -> list[int]:
-    """Of each column, at one line a cell; `most` bounds those of text."""
+    """Return the width of each column; `most` limits text columns."""
     widths = [
         max(len(line) for cell in column for line in cell.split("\n")) for column in zip(columns, *rows, strict=True)
     ]
@@ -66,6 +66,7 @@ def widths_of(columns: Sequence[str], rows: Rows, left: int, most: int | None = 
 
 
 def plain_lines(columns: Sequence[str], rows: Rows, left: int) -> list[str]:
+    """Return the lines of an aligned table."""
     widths = widths_of(columns, rows, left)
     return [
         "  ".join(

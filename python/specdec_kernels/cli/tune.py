@@ -1,4 +1,4 @@
-"""`specdec tune`: which steps, branches and nodes give most tokens a second on this machine and these prompts."""
+"""`specdec tune`: find the draft steps, branches and nodes that give most tokens per second here."""
 
 from __future__ import annotations
 
@@ -6,56 +6,93 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .doctor import ALGORITHMS
+from .algorithms import CHECKPOINT_ALGORITHMS
+from .arguments import add_flag, add_model, model_of
+from .engine_flags import add_engine_flags
 from .optional_dependencies import require, unwritable
+from .speculative_flags import add_draft_path
 from .table import print_table
 
 if TYPE_CHECKING:
+    from .arguments import Subparsers
     from .tune_measure import Measured
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-BAR = 36  # characters of the longest
+SWEEPS = ("batch", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+BAR = 36  # characters of the longest bar
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    """Add the command's parser."""
     parser = subparsers.add_parser(
         "tune",
         help="measure which steps, branches and nodes are fastest here",
-        description="Generates from prompts with chains and trees of several sizes, by batch, and without drafts, and "
-        "says which give most tokens a second. Ctrl-C ends the measurements and keeps what there is.",
+        description="Generate from prompts with chains and trees of several sizes, and without drafts, at several "
+        "batch sizes, and print which is fastest. Ctrl-C ends the measurements and keeps what has been measured.",
     )
-    parser.add_argument("model", help="target: a folder or hub id")
-    parser.add_argument("--draft", required=True, metavar="PATH", help="EAGLE head or small draft model")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, help="of the draft (default: what its folder holds)")
+    add_model(parser)
+    add_draft_path(parser.add_mutually_exclusive_group(required=True), "--draft")
+    add_flag(
+        parser,
+        "--speculative-algorithm",
+        "--algorithm",
+        choices=CHECKPOINT_ALGORITHMS,
+        help="algorithm of the draft (default: by its checkpoint)",
+    )
     parser.add_argument(
         "--prompts",
         metavar="FILE",
         help="texts with empty lines between, or .jsonl with prompt or messages (default: a mix of chat, code, math)",
     )
-    parser.add_argument("--batch", default="1,8,32", metavar="N", help="requests at once, several with commas (1,8,32)")
-    parser.add_argument("--num-steps", default="1,2,3,5,7", metavar="N", help="depths to try (1,2,3,5,7)")
-    parser.add_argument("--topk", default="1,4,8", metavar="K", help="branches to try (1,4,8)")
-    parser.add_argument("--nodes", default="8,16,32", metavar="N", help="nodes of trees to try (8,16,32)")
-    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N", help="of each request (96)")
-    parser.add_argument("--seconds", type=float, default=300.0, metavar="S", help="begin nothing after so long (300)")
-    parser.add_argument("--kv-dtype", choices=["fp8_e4m3"], help="of KV, if it is to have 8 bits")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of weights and KV")
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--out", metavar="FILE", help="write what was measured, and the best options, as JSON")
+    parser.add_argument(
+        "--batch", default="1,8,32", metavar="N", help="batch sizes to try, separated by commas (1,8,32)"
+    )
+    add_flag(
+        parser,
+        "--speculative-num-steps",
+        "--num-steps",
+        default="1,2,3,5,7",
+        metavar="N",
+        help="draft steps per round to try (1,2,3,5,7)",
+    )
+    add_flag(
+        parser,
+        "--speculative-eagle-topk",
+        "--topk",
+        default="1,4,8",
+        metavar="K",
+        help="branches per step to try (1,4,8)",
+    )
+    add_flag(
+        parser,
+        "--speculative-num-draft-tokens",
+        "--nodes",
+        default="8,16,32",
+        metavar="N",
+        help="nodes of a tree to try, root included (8,16,32)",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=96, metavar="N", help="tokens to generate for each request (96)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, metavar="S", help="start no measurement after this time (300)"
+    )
+    add_engine_flags(parser, "--kv-cache-dtype", "--dtype", "--device")
+    parser.add_argument("--out", metavar="FILE", help="write the measurements and the best options as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     if not require("tune", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 2
     from .tune_measure import measure
 
     try:
-        for name in ("batch", "num_steps", "topk", "nodes"):
-            setattr(args, name, numbers(getattr(args, name), "--" + name.replace("_", "-")))
+        args.model = model_of(args, required=True)
+        for name in SWEEPS:
+            setattr(args, name, rising(getattr(args, name), "--" + name.replace("_", "-")))
         if args.out and unwritable(args.out):
             raise ValueError(f"--out is {args.out}, expected a file in an existing folder")
         found = measure(args)
@@ -63,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"specdec tune: {error}", file=sys.stderr)
         return 2
     if not found.rows:
-        print("specdec tune: nothing was measured in the time that was given", file=sys.stderr)
+        print("specdec tune: nothing was measured within --seconds", file=sys.stderr)
         return 1
     show(found)
     if args.out:
@@ -71,8 +108,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def numbers(text: str, option: str) -> list[int]:
-    """Rising numbers from a list with commas; ValueError for anything else."""
+def rising(text: str, option: str) -> list[int]:
+    """Return the increasing integers of a list with commas.
+
+    Raises:
+        ValueError: anything else.
+    """
     items = text.split(",")
     if not all(item.isascii() and item.isdigit() and int(item) > 0 for item in items):
         raise ValueError(f"{option} is {text}, expected numbers from 1 on, with commas between them")
@@ -80,6 +121,7 @@ def numbers(text: str, option: str) -> list[int]:
 
 
 def show(found: Measured) -> None:
+    """Print a table, a bar chart for each batch size, and the best options."""
     if not found.complete:
         print("Not all was measured: interrupted, or out of time (--seconds).")
     rows = [
@@ -109,19 +151,3 @@ def show(found: Measured) -> None:
             f"Fastest over all batches: --speculative-num-steps {best.num_steps} --speculative-eagle-topk {best.topk} "
             f"--speculative-num-draft-tokens {best.num_nodes}"
         )
-
-
-def add_tuning(parser: Any) -> None:
-    parser.add_argument(
-        "--tuning",
-        metavar="FILE",
-        help="what specdec tune --out or Engine.tuning gave; flags beside it win",
-    )
-
-
-def apply_tuning(args: argparse.Namespace, tuning: dict[str, Any]) -> None:
-    """The options of what `engine.tuning.read_tuning` has read, where the flags say nothing."""
-    options = tuning.get("recommended") or {}
-    for flag, key in (("num_steps", "num_steps"), ("eagle_topk", "topk"), ("num_draft_tokens", "num_nodes")):
-        if getattr(args, f"speculative_{flag}") is None:
-            setattr(args, f"speculative_{flag}", options.get(key))

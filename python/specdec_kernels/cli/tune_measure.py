@@ -1,4 +1,4 @@
-"""The measurements behind `specdec tune`."""
+"""The measurements of `specdec tune`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .. import __version__
 from ..engine import Draft, Engine, RequestStats, SamplingParams
 from ..engine.text.prompts import load_tokenizer
 from ..engine.tuning import SCHEMA
-from ..models.weights.checkpoint import EAGLE, EAGLE3, kind_of, local_folder
-from .bench import progress
-from .doctor_shifts import KINDS
-from .engine_options import options_of as engine_options
+from ..models.weights.checkpoint import local_folder
+from .algorithms import algorithm_of, draft_class
+from .engine_flags import options_of as engine_options
+from .progress import progress
 from .prompts import read_prompts, with_template, without_template
 
-MOST_PROMPTS = 12  # that small batches take one after the other
+MOST_PROMPTS = 12  # prompts that small batches generate from, batch after batch
 
 
 class Options(NamedTuple):
-    """Of a draft; of none, with num_nodes 1."""
+    """Options of a draft; num_nodes 1 is plain decoding."""
 
     num_steps: int
     topk: int
@@ -40,11 +40,11 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What one batch size made with one draft.
+    """The measurement of one draft at one batch size.
 
     Attributes:
-        tokens_per_second: of all requests together, prefill left out.
-        accept_length: tokens of a request's round. round_ms: of a round of all requests, milliseconds.
+        tokens_per_second: of all requests together, prefill excluded.
+        accept_length: tokens per request and round. round_ms: milliseconds of a round of all requests.
     """
 
     options: Options
@@ -56,8 +56,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was measured; `complete` unless time ran out or somebody interrupted. `calibrations`: what the drafts of
-    these options had learnt by the end, as `Engine.tuning` has it."""
+    """All measurements.
+
+    Attributes:
+        complete: False if time ran out or the user interrupted.
+        calibrations: what the drafts of these options had learnt at the end, as in `Engine.tuning`.
+    """
 
     model: str
     draft: str
@@ -71,14 +75,16 @@ class Measured:
         return sorted({row.batch for row in self.rows})
 
     def plain(self, batch: int) -> float | None:
-        """Tokens a second without a draft."""
+        """Return the tokens per second without a draft, None if not measured."""
         plain = (row for row in self.rows if row.batch == batch and row.options.num_nodes == 1)
         return next((row.tokens_per_second for row in plain), None)
 
     @property
     def recommended(self) -> Options | None:
-        """The draft with the best mean over all batches, of logarithms of tokens a second, so that each batch counts
-        alike; None where plain decoding has it."""
+        """The draft with the best geometric mean of tokens per second over all batch sizes; None: plain decoding wins.
+
+        The geometric mean gives each batch size the same weight.
+        """
         of_options: dict[Options, list[float]] = {}
         for row in self.rows:
             of_options.setdefault(row.options, []).append(math.log(row.tokens_per_second))
@@ -87,7 +93,7 @@ class Measured:
         return None if best is None or best.num_nodes == 1 else best
 
     def facts(self) -> dict[str, Any]:
-        """What `--out` writes."""
+        """Return what `--out` writes."""
         best = self.recommended
         fastest = (
             max((row for row in self.rows if row.batch == b), key=lambda r: r.tokens_per_second) for b in self.batches
@@ -107,12 +113,13 @@ class Measured:
 
 
 def facts_of(row: Row) -> dict[str, Any]:
+    """Return a row as JSON."""
     facts = asdict(row)
     return facts | {"options": row.options._asdict()}
 
 
 def options_of(num_steps: Sequence[int], topk: Sequence[int], nodes: Sequence[int]) -> list[Options]:
-    """Plain decoding, then chains, then trees, whose depth and branches give them as many nodes."""
+    """List plain decoding, then chains, then trees whose depth and branches can fill their nodes."""
     chains = [Options(steps, 1, steps + 1) for steps in num_steps] if 1 in topk else []
     trees = [
         Options(steps, k, count)
@@ -123,10 +130,10 @@ def options_of(num_steps: Sequence[int], topk: Sequence[int], nodes: Sequence[in
 
 
 def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic) -> Measured:
-    """Every batch with every draft, until `args.seconds` have passed.
+    """Measure every draft at every batch size, until `args.seconds` have passed.
 
     Raises:
-        ValueError: no tokenizer; no prompts; sizes of which there are none; what the engine refuses.
+        ValueError: no tokenizer; no prompts; what the engine refuses.
         OSError: no such model or file.
     """
     logging.disable_progress_bar()
@@ -141,17 +148,17 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
         with_template(prompt, tokenizer) if chat else tokenizer(without_template(prompt))["input_ids"]
         for prompt in read_prompts(args.prompts)
     ]
-    folder = local_folder(args.draft, "--draft")
-    algorithm = args.algorithm or {EAGLE: "EAGLE", EAGLE3: "EAGLE3"}.get(kind_of(folder), "STANDALONE")
+    folder = local_folder(args.speculative_draft_model_path, "--speculative-draft-model-path")
+    algorithm = args.speculative_algorithm or algorithm_of(folder)
     model: Any = args.model
-    drafts = options_of(args.num_steps, args.topk, args.nodes)
+    drafts = options_of(args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens)
     rows: list[Row] = []
     calibrations: dict[Options, list[Any]] = {}
 
     def engine(options: Options) -> Engine:
         draft: Draft | None = None
         if options.num_nodes > 1:
-            draft = KINDS[algorithm](folder, **options._asdict())
+            draft = draft_class(algorithm)(folder, **options._asdict())
         return Engine(model, draft, options=engine_options(args, adaptive=False, num_slots=max(args.batch)))
 
     complete = False
@@ -161,7 +168,7 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
                 if now() >= end:
                     break
                 with closing(engine(options)) as opened:
-                    if not args.kv_dtype:  # a module brings no scales of 8-bit KV along
+                    if not args.kv_cache_dtype:  # a module has no KV scales of its checkpoint
                         model = opened.target.model
                     for batch in args.batch:
                         if now() >= end:
@@ -170,13 +177,13 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
                         rows.append(timed(opened, options, batch, prompts, args.max_new_tokens))
                         calibrations[options] = opened.tuning["calibrations"]
             complete = len(rows) == len(drafts) * len(args.batch)
-    except KeyboardInterrupt:  # what there is, is kept
+    except KeyboardInterrupt:  # keep what has been measured
         pass
-    return Measured(str(args.model), str(args.draft), algorithm, rows, complete, calibrations)
+    return Measured(str(args.model), str(args.speculative_draft_model_path), algorithm, rows, complete, calibrations)
 
 
 def timed(engine: Engine, options: Options, batch: int, prompts: Sequence[list[int]], max_new_tokens: int) -> Row:
-    """So many prompts at once, one wave after the other until MOST_PROMPTS or all have had their turn."""
+    """Time waves of `batch` prompts, until MOST_PROMPTS or all prompts have been used."""
     waves = -(-min(len(prompts), MOST_PROMPTS) // batch)
     requests = itertools.cycle(prompts)
     engine.generate(list(itertools.islice(prompts, batch)), SamplingParams(4, ignore_eos=True))  # warms up

@@ -1,21 +1,21 @@
-"""How often a planted draft is right: evenly, or as published drafters are on published texts.
+"""How often a synthetic draft is right: at even distances, or as published drafters are on texts of a domain.
 
-A draft proposes, behind each token of the planted text, some of the tokens ahead. The next one is right, the others are
-wrong. An acceptance says with which logits: a table [text length, candidates], column d - 1 for the token d ahead.
+After each token of the synthetic text, a draft proposes some of the tokens ahead. The next token is right, the others
+are wrong. An acceptance gives their logits: a table [text length, candidates], column d - 1 for the token d ahead.
 
-`PublishedAcceptance` is calibrated: a candidate of probability q is right in a share q of the cases. It is made of:
+`PublishedAcceptance` is calibrated: a candidate with probability q is right in a share q of cases. It combines:
 
-- The conditional acceptance rates of three drafters in three domains: of the rounds that reach draft k, the share that
-  accepts it. The DSpark paper measured them (figure 2: Qwen3-4B, temperature 1, no thinking; the accept lengths that
+- Conditional acceptance rates of three drafters in three domains: the share of rounds that accept draft k among those
+  that reach it. The DSpark paper measured them (figure 2: Qwen3-4B, temperature 1, no thinking; the accept lengths that
   follow are those of its table 1 within 0.03).
-- Rounds differ. Each has an ease, spread as the confidence of one drafter's first drafts on one data set (the same
-  paper's figure 6: 38 of 100 above 0.95). It keeps most of the last round's, since stretches of a text are easy or
-  hard. Draft k is right with probability sigmoid(logit(ease) + shift_k), where shift_k makes the mean over all rounds
-  that reach it the published rate.
-- What the best candidate leaves is shared by the others in proportion to one over their rank.
+- Differences between rounds. Each round has an ease, distributed as the confidence of one drafter's first drafts on one
+  data set (the same paper's figure 6: 38 of 100 above 0.95). It is correlated with that of the round before, since
+  stretches of a text are easy or hard. Draft k is right with probability sigmoid(logit(ease) + shift_k), where shift_k
+  makes the mean over all rounds that reach it the published rate.
+- The probability that the best candidate leaves, divided among the others in proportion to 1 / rank.
 
-The text is made of the rounds of a chain as long as those tables. Longer and shorter chains, and trees, walk the same
-text and reach what its stretches allow: chains of 3, 11 and 15 drafts come within 0.2 of what the paper measured.
+The text consists of rounds of a chain as long as those tables. Longer and shorter chains, and trees, decode the same
+text: chains of 3, 11 and 15 drafts come within 0.2 of what the paper measured.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-PEAK = 20.0  # logit of what an even draft proposes
-CERTAIN = 22.0  # logit of probability 1 of a published draft; the other tokens' are a few around 0
+from .names import DOMAINS as DOMAINS
+from .names import DRAFTERS as DRAFTERS
+
+PEAK = 20.0  # logit of an even draft's proposal
+CERTAIN = 22.0  # logit of probability 1 in a published draft; other tokens have a few around 0
 MOST_CANDIDATES = 16
-NUMBERS_PER_CANDIDATE = 32  # of a state: with fewer, the candidates of different tokens disturb each other's logits
-STEP = 0.5  # between the logits of an even draft's wrong candidates, in parts of the right one's
-BEHIND = 0.8  # what another candidate has of the best one's probability at most
-KEPT = 0.95  # correlation of a round's ease with the last one's: it lasts some twenty rounds
+ELEMENTS_PER_CANDIDATE = 32  # elements of a state; with fewer, candidates of different tokens disturb each other
+STEP = 0.5  # between logits of an even draft's wrong candidates, as a fraction of PEAK
+LARGEST_OTHER = 0.8  # largest probability of another candidate, as a fraction of the best one's
+CORRELATION = 0.95  # of a round's ease with the one before: it lasts some twenty rounds
 
 RATES: dict[str, dict[str, tuple[float, ...]]] = {
     "math": {
@@ -53,10 +56,7 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
         "dspark": (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761),
     },
 }
-DOMAINS = tuple(RATES)
-DRAFTERS = tuple(RATES["chat"])
-
-# How many of 1000 first drafts had a confidence in each twentieth from 0 to 1.
+# Histogram of 1000 first drafts' confidence, in twentieths from 0 to 1.
 CONFIDENCES = (0, 1, 1, 1, 2, 3, 5, 8, 15, 20, 32, 43, 55, 60, 67, 73, 72, 73, 89, 380)
 
 # Accept lengths of an EAGLE-3 head at contexts of 2000, 4000, ... tokens (speculators, pull request 684).
@@ -65,22 +65,25 @@ ACCEPT_LENGTHS_BY_CONTEXT = (2.30, 2.04, 1.86, 1.69, 1.40, 1.29, 1.16, 1.09, 1.0
 
 
 class Acceptance(Protocol):
+    """How often drafts are right, as logits of their candidates."""
+
     @property
     def name(self) -> float | str:
-        """What a record says of it."""
+        """The name in records."""
 
     def logits(self, count: int, room: int) -> Tensor:
-        """[count, K] float64 on the CPU: of the tokens ahead of each token of a text of `count`; K is at most `room`
-        where the acceptance has a choice."""
+        """Return logits [count, K], float64 on the CPU, of the K tokens ahead of each token of a text of `count`.
+
+        K is at most `room`, except that an even acceptance needs a fixed number.
+        """
 
 
 @dataclass(frozen=True)
 class EvenAcceptance:
-    """Right but for one token in every `length`, evenly over the text: every round emits so many.
+    """Wrong for one token in every `length`, at even distances, so that every round emits `length` tokens.
 
     Attributes:
-        length: tokens of a round. What the number of draft steps allows is the most a round reaches. Infinite: never
-            wrong.
+        length: tokens of a round; the number of draft steps limits it as well. Infinite: never wrong.
         rank: of the right token among the candidates, where the draft is right; 0 is the best.
     """
 
@@ -92,7 +95,7 @@ class EvenAcceptance:
         return self.length
 
     def logits(self, count: int, room: int) -> Tensor:
-        # A round ends at the first wrong draft and begins behind it: the distance between two is what it emits.
+        # A round ends at the first wrong draft and the next starts after it: it emits the distance between the two.
         miss = torch.zeros(count, dtype=torch.bool)
         if self.length < math.inf:
             miss[(torch.arange(int(count / self.length)) * self.length).long()] = True
@@ -106,14 +109,14 @@ class EvenAcceptance:
 
 @dataclass(frozen=True)
 class PublishedAcceptance:
-    """As often right as a published drafter on texts of a domain; this module's text says how.
+    """Right as often as a published drafter on texts of a domain; see the module's docstring.
 
     Attributes:
         domain: one of DOMAINS.
-        drafter: one of DRAFTERS. Its rates alone: what drafts are made by, and cost, is the planted model's.
-        context: tokens before the draft, on average, where acceptance shall fall with them as was measured of a head
-            that was trained on short texts; None: it does not.
-        seed: of the draws.
+        drafter: one of DRAFTERS, for its rates; the synthetic model determines the cost of a draft.
+        context: mean number of tokens before the draft. Acceptance falls with it, as measured for a head that was
+            trained on short texts. None: it does not.
+        seed: of the random numbers.
     """
 
     domain: str
@@ -132,7 +135,7 @@ class PublishedAcceptance:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The conditional acceptance rates of draft 1, 2, ... of a round."""
+        """Conditional acceptance rates of draft 1, 2, ... of a round."""
         published = RATES[self.domain][self.drafter]
         if self.context is None:
             return published
@@ -146,13 +149,13 @@ class PublishedAcceptance:
         others = max(1, min(MOST_CANDIDATES, room) - 1)
         shares = 1 / torch.arange(1, others + 1, dtype=torch.float64)
         shares = (1 - best)[:, None] * shares / shares.sum()
-        shares = shares.minimum(BEHIND * best[:, None])  # what this takes off them is no candidate's
-        # The rank of the next token: 0, or drawn from the others' shares; `others` + 1, it is no candidate.
+        shares = shares.minimum(LARGEST_OTHER * best[:, None])  # no candidate gets the rest
+        # Rank of the next token: 0, or sampled from the others' shares; `others` + 1: it is no candidate.
         drawn = torch.rand(count, 1, generator=generator, dtype=torch.float64) * (1 - best)[:, None]
         rank = (drawn >= shares.cumsum(1)).sum(1) + 1
         rank[hits] = 0
         chances = torch.cat([best[:, None], shares, torch.zeros(count, 1, dtype=torch.float64)], 1)
-        # The tokens behind the next one take the other ranks in a random order.
+        # The tokens after the next one get the other ranks in a random order.
         order = torch.rand(count, others + 2, generator=generator)
         order[torch.arange(count), rank] = -1
         chances = chances.gather(1, order.argsort(1))
@@ -160,12 +163,12 @@ class PublishedAcceptance:
 
 
 def mean_accept_length(rates: Sequence[float]) -> float:
-    """Tokens of a round whose drafts are accepted at these conditional rates: 1 and what is accepted of each draft."""
+    """Return the mean tokens of a round at these conditional rates: 1 plus the probability of each accepted draft."""
     return 1 + sum(math.prod(rates[: k + 1]) for k in range(len(rates)))
 
 
 def drafts_kept(context: int) -> float:
-    """The share of accepted drafts that is left behind a context of so many tokens, by linear interpolation."""
+    """Return the share of accepted drafts that remains after `context` tokens, by linear interpolation."""
     left = [(length - 1) / (ACCEPT_LENGTHS_BY_CONTEXT[0] - 1) for length in ACCEPT_LENGTHS_BY_CONTEXT]
     at = min(max(context / CONTEXT_STEP - 1, 0.0), len(left) - 1.0)
     before = min(int(at), len(left) - 2)
@@ -173,14 +176,14 @@ def drafts_kept(context: int) -> float:
 
 
 def draw_confidence(count: int, rates: Sequence[float], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """How sure the draft behind each token of a text is of its best candidate, and whether that is right: [count] each.
+    """Sample the probability of the best candidate after each token of a text, and whether it is right: [count] each.
 
-    The text is a sequence of rounds, each as long as its accepted drafts and one more token.
+    The text is a sequence of rounds; a round has its accepted drafts and one more token.
     """
     rounds = math.ceil(count / mean_accept_length(rates)) + len(rates)
-    while True:  # until the rounds, which are that long on average, fill the text
+    while True:  # until the rounds, whose mean length is known, fill the text
         level = ease_of_rounds(rounds, generator)
-        # The token behind a round whose drafts are all accepted is as sure as the last of them.
+        # The token after a round whose drafts are all accepted has the probability of its last draft.
         shifts = shifts_of([*rates, rates[-1]])
         sure = torch.sigmoid(level[:, None] + torch.tensor(shifts, dtype=torch.float64))
         hits = torch.zeros_like(sure, dtype=torch.bool)
@@ -196,18 +199,18 @@ def draw_confidence(count: int, rates: Sequence[float], generator: torch.Generat
 
 
 def ease_of_rounds(rounds: int, generator: torch.Generator) -> Tensor:
-    """The logits [rounds] of rounds' ease: spread exactly as CONFIDENCES are, in the order of a path that drifts."""
+    """Return the logits [rounds] of rounds' ease: distributed as CONFIDENCES, ordered by an autoregressive path."""
     steps = torch.randn(rounds, generator=generator, dtype=torch.float64).tolist()
     path = [steps[0]]
     for step in steps[1:]:
-        path.append(KEPT * path[-1] + math.sqrt(1 - KEPT**2) * step)
+        path.append(CORRELATION * path[-1] + math.sqrt(1 - CORRELATION**2) * step)
     ease = torch.empty(rounds, dtype=torch.float64)
     ease[torch.tensor(path).argsort()] = logits_of_ease(rounds)
     return ease
 
 
 def logits_of_ease(count: int) -> Tensor:
-    """`count` equally likely values, rising, of the logit of a first draft's confidence."""
+    """Return `count` equally likely values of the logit of a first draft's confidence, increasing."""
     below = torch.tensor([0, *CONFIDENCES], dtype=torch.float64).cumsum(0) / sum(CONFIDENCES)
     at = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     bin_of = torch.searchsorted(below, at, right=True).clamp(1, len(CONFIDENCES)) - 1
@@ -216,7 +219,7 @@ def logits_of_ease(count: int) -> Tensor:
 
 
 def shifts_of(rates: Sequence[float]) -> list[float]:
-    """What is added to a round's ease at draft 1, 2, ..., so that of the rounds that reach it `rates` accept it."""
+    """Return what to add to a round's ease at draft 1, 2, ..., so that rounds that reach it accept it at `rates`."""
     ease = logits_of_ease(2000)
     reached = torch.ones_like(ease)  # the share of the rounds of an ease
     shifts = []
@@ -231,17 +234,17 @@ def shifts_of(rates: Sequence[float]) -> list[float]:
 
 
 def spread(chances: Tensor, generator: torch.Generator) -> Tensor:
-    """Whether each of `chances` [n] comes true: as many of any stretch as they add up to there, give or take one.
+    """Sample events with probabilities `chances` [n] by systematic sampling.
 
-    Each alone comes true with its chance (systematic sampling), and yet a text of a few hundred rounds already has the
-    published rates.
+    In any stretch, the number of events is the sum of its probabilities, plus or minus one. So a text of a few hundred
+    rounds already has the published rates.
     """
     line = chances.cumsum(0) + torch.rand((), generator=generator, dtype=chances.dtype)
     return line.floor() > (line - chances).floor()
 
 
 def root(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function crosses 0, by bisection."""
+    """Return where an increasing function crosses 0, by bisection."""
     for _ in range(60):
         middle = (low + high) / 2
         if rising(middle) > 0:

@@ -1,10 +1,12 @@
-"""Shapes of well-known models, as Hugging Face configs written out: nothing is downloaded."""
+"""Shapes of well-known models as Hugging Face configs, without any download."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from .names import SHAPES as SHAPES
 
 _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3-8b": (
@@ -95,11 +97,9 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 
-SHAPES = tuple(_CONFIGS)
-
 
 def shape_config(name: str, num_layers: int | None = None) -> Any:
-    """A new config of the shape, or with so many layers; embeddings are untied, and no token ends a text."""
+    """Return a new config of the shape, optionally with `num_layers`; untied embeddings, no end-of-text token."""
     kind, values = _CONFIGS[name]
     if num_layers is not None:
         values = values | {"num_hidden_layers": num_layers}
@@ -107,6 +107,6 @@ def shape_config(name: str, num_layers: int | None = None) -> Any:
 
 
 def draft_vocab_of(config: Any) -> int:
-    """The vocabulary of a draft head for the shape: 32000, as published heads have, or half of a small vocabulary."""
+    """Return the size of a head's draft vocabulary: 32000, like published heads, or half of a small vocabulary."""
     vocab: int = config.vocab_size
     return min(32000, vocab // 2)

@@ -1,0 +1,107 @@
+"""Building blocks of the commands' parsers: nested commands, hidden spellings, types of values."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    Container = argparse._ActionsContainer
+    Subparsers = argparse._SubParsersAction["CommandParser"]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose first argument may name a command of its own, as in `specdec bench round`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.commands: dict[str, CommandParser] = {}
+
+    def add_command(self, name: str, **options: Any) -> CommandParser:
+        """Add a command and return its parser."""
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        self.commands[name] = CommandParser(prog=f"{self.prog} {name}", **options)
+        return self.commands[name]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else list(args)
+        if words and words[0] in self.commands:
+            return self.commands[words[0]].parse_args(words[1:], namespace), []
+        return super().parse_known_args(words, namespace)
+
+
+def add_flag(parser: Container, name: str, *hidden: str, **options: Any) -> None:
+    """Add a flag, and other spellings of it that `--help` does not list."""
+    action = parser.add_argument(name, **options)
+    for other in hidden:
+        parser.add_argument(
+            other, **options | {"dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        )
+
+
+def add_model(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """Add the target model, as an argument and as a flag; `model_of` reads them."""
+    parser.add_argument("model", nargs="?", help=f"target: a folder or hub id{default}")
+    parser.add_argument("--model-path", metavar="PATH", help="the same, as a flag")
+
+
+def model_of(args: argparse.Namespace, *, required: bool = False) -> str | None:
+    """Return the target that `add_model` read, None if none was given.
+
+    Raises:
+        ValueError: given twice, or not at all where it is required.
+    """
+    if args.model is not None and args.model_path is not None:
+        raise ValueError(f"--model-path is {args.model_path}, expected none beside {args.model}")
+    model: str | None = args.model or args.model_path
+    if model is None and required:
+        raise ValueError("--model-path is missing, expected a folder or hub id")
+    return model
+
+
+def at_least(least: float) -> Callable[[str], float]:
+    """Return a parser of numbers from `least` on, integers if `least` is one."""
+    kind = type(least)
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= least:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} on")
+        return value
+
+    return number
+
+
+def integers(least: int) -> Callable[[str], list[int]]:
+    """Return a parser of integers from `least` on, separated by commas. `1e6` is one."""
+
+    def several(text: str) -> list[int]:
+        try:
+            values = [int(float(item)) if re.fullmatch(r"\d+e\d+", item) else int(item) for item in text.split(",")]
+        except ValueError:
+            values = []
+        if not values or min(values) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not numbers from {least} on, with commas between them")
+        return values
+
+    return several
+
+
+def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a parser of words out of `known`, separated by commas."""
+
+    def words(text: str) -> list[str]:
+        values = text.split(",")
+        for value in values:
+            if value not in known:
+                raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(known)}")
+        return values
+
+    return words

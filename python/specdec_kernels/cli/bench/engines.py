@@ -1,0 +1,140 @@
+"""`specdec bench engines`: time this engine, SGLang and vLLM on the same synthetic checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from ...synthetic.names import DOMAINS, DRAFTERS, SHAPES
+from ..arguments import CommandParser, at_least, integers, words_of
+from ..optional_dependencies import require
+from .output import NO_CUDA, add_device, add_json, find_device, load, refuse, refuse_files, show
+
+COMMAND = "bench engines"
+ENGINES = ("ours", "sglang", "sglang_fa3", "sglang_plugin", "vllm", "vllm_plugin")
+ALGORITHMS = ("plain", "chain", "tree", "adaptive", "ngram")
+
+EPILOG = """\
+A synthetic target and EAGLE-3 head are written to --out in published formats. Each engine loads them in a process of
+its own and greedily continues pieces of a known text; every token is checked. Tokens per second are those of decoding
+alone: a long run less a short one.
+  specdec bench engines --shape qwen3-8b --acceptance code --batch 1,4,16,64 --engines ours,sglang --out checkpoints
+
+engines:
+  ours                        this engine
+  sglang, vllm                as installed, without our plugin
+  sglang_fa3                  SGLang with FA3 for trees, where its default is FlashInfer
+  sglang_plugin, vllm_plugin  with our plugin
+
+algorithms:
+  plain, chain, tree, adaptive   as of `specdec bench round`; vLLM has no trees
+  ngram                          12 tokens verified in a round; prompts quote what will be written
+"""
+
+
+def add_command(bench: CommandParser) -> None:
+    """Add the benchmark's parser."""
+    parser = bench.add_command(
+        "engines",
+        description="Compare engines on the same checkpoints: this one, SGLang and vLLM, where they are installed.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="shape of the target (qwen3-8b)")
+    parser.add_argument("--layers", type=at_least(1), metavar="N", help="layers of the target (the shape's)")
+    parser.add_argument(
+        "--acceptance", choices=DOMAINS, default="code", help="texts whose acceptance the drafts have (code)"
+    )
+    parser.add_argument(
+        "--drafter", choices=DRAFTERS, default="eagle3", help="published drafter whose acceptance they have (eagle3)"
+    )
+    parser.add_argument(
+        "--engines",
+        type=words_of(ENGINES),
+        default=list(ENGINES),
+        metavar="NAME",
+        help="engines to time, several with commas (all that are installed)",
+    )
+    parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        type=engine_and_folders,
+        metavar="ENGINE=FOLDER[:FOLDER]",
+        help="where to look for an engine's packages first, in its process alone; repeat the flag for several",
+    )
+    parser.add_argument(
+        "--algorithm",
+        type=words_of(ALGORITHMS),
+        default=list(ALGORITHMS),
+        metavar="NAME",
+        help="how to draft, several with commas (all)",
+    )
+    parser.add_argument(
+        "--batch", type=integers(1), default=[1, 4, 16, 64], metavar="N", help="requests in a batch (1,4,16,64)"
+    )
+    parser.add_argument("--input", type=at_least(1), default=321, metavar="N", help="tokens of a prompt (321)")
+    parser.add_argument("--output", type=at_least(2), default=420, metavar="N", help="tokens of the long run (420)")
+    parser.add_argument("--short", type=at_least(1), default=20, metavar="N", help="tokens of the short run (20)")
+    parser.add_argument("--repeats", type=at_least(1), default=2, metavar="N", help="runs whose median counts (2)")
+    parser.add_argument(
+        "--max-len", type=at_least(1), metavar="N", help="longest sequence of the engines (what requests need)"
+    )
+    parser.add_argument(
+        "--limit", type=at_least(0.0), default=400.0, metavar="S", help="seconds of one process at most (400)"
+    )
+    parser.add_argument(
+        "--together", type=at_least(1), default=1, metavar="N", help="engines that start at the same time (1)"
+    )
+    add_device(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the checkpoints")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def engine_and_folders(text: str) -> tuple[str, list[str]]:
+    """Parse ENGINE=FOLDER[:FOLDER]."""
+    engine, _, folders = text.partition("=")
+    if engine not in ENGINES or not folders:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ENGINE=FOLDER, of {', '.join(ENGINES)}")
+    return engine, folders.split(os.pathsep)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    if not require(COMMAND, "engine", ["torch", "transformers", "safetensors"]):
+        return 2
+    device = find_device(args.device)
+    if device is None:
+        return refuse(NO_CUDA, COMMAND)
+    if args.short >= args.output:
+        return refuse(f"--short is {args.short}, expected less than --output {args.output}", COMMAND)
+    if (code := refuse_files(args, COMMAND)) is not None:
+        return code
+    try:
+        found = load("compare.engine_comparison").compare_engines(comparison_of(args, device), args.command_line)
+    except ValueError as error:
+        return refuse(str(error), COMMAND)
+    if found is None:
+        return 2
+    show(found)
+    if args.json:
+        load("report.record").write_record(found, args.json)
+    lines = found["results"]
+    return 1 if any(line["error"] for line in lines) else 2 if any(line["skipped"] for line in lines) else 0
+
+
+def comparison_of(args: argparse.Namespace, device: Any) -> Any:
+    """Return the comparison that the flags ask for."""
+    names = ("shape", "layers", "acceptance", "drafter", "engines", "input", "output", "short", "repeats", "max_len")
+    return load("compare.engine_comparison").Comparison(
+        **{name: getattr(args, name) for name in names},
+        algorithms=args.algorithm,
+        batches=args.batch,
+        limit=args.limit,
+        together=args.together,
+        folders=dict(args.path),
+        out=args.out,
+        device=device,
+    )

@@ -1,0 +1,202 @@
+"""`specdec bench round`: time rounds of the engine on synthetic models."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from typing import Any
+
+from ...synthetic.names import DOMAINS, DRAFTERS, SHAPES
+from ..arguments import CommandParser, at_least, integers, words_of
+from ..optional_dependencies import require
+from ..progress import progress
+from ..tuning_flags import add_tuning, apply_tuning
+from .ops import WORDS
+from .output import NO_CUDA, add_run_flags, find_device, finish, load, refuse, refuse_files
+
+COMMAND = "bench round"
+SETTINGS = ("none", "chain", "tree", "standalone", "adaptive")
+WRONG = "wrong"
+
+EPILOG = """\
+The target has a well-known shape and synthetic weights: it runs at full cost and continues a known text. Its drafts are
+accepted as often as a published drafter's were on such texts, with easy and hard stretches. With --weights the target's
+layers are stored in 8 bits, by blocks (fp8) or by rows (fp8-rows), or in 4; with --implementation transformers its own
+modules run it. Every token is checked. All requests of a batch arrive at once; rounds in which all of them take part
+are timed, and the run, from arrival to the end of the last request:
+  specdec bench round --shape qwen3-8b --algorithm none,chain,tree --batch 1,4,16,64 --acceptance code
+
+algorithms:
+  none         plain decoding
+  chain, tree  an EAGLE-3 head, 5 steps; topk 1 and 6 tokens, or topk 10 and 32 tokens; chain4, tree8: 4 and 8 tokens
+  standalone   a chain of a small model
+  adaptive     the engine's default: the number of tokens is chosen in each round
+
+columns:
+  gpu           from a round's first kernel to its last, mean; idle: the GPU's share of time between rounds
+  host          time of the loop's thread per round (empty on a CPU, where it is the round itself)
+  emit, wait    handing out tokens in another thread, and waiting for the device, per round
+  nodes         shares of rounds by tree size, which adaptive chooses
+  run           tokens per second of the whole run, prefill included
+  first token   when half of the requests had their first token
+"""
+
+
+def add_command(bench: CommandParser) -> None:
+    """Add the benchmark's parser."""
+    parser = bench.add_command(
+        "round",
+        description="Time rounds of the engine on a synthetic model whose text and acceptance are known.",
+        epilog=EPILOG,
+    )
+    add_run_flags(parser)
+    parser.add_argument("--batch", type=integers(1), metavar="N", help="requests in a batch, several with commas")
+    parser.add_argument("--shape", choices=SHAPES, help="shape of the target (qwen3-8b on a GPU, tiny on a CPU)")
+    parser.add_argument(
+        "--algorithm", type=settings, metavar="NAME", help="how to draft, several with commas (none,chain,tree)"
+    )
+    parser.add_argument(
+        "--acceptance",
+        type=words_of((*DOMAINS, WRONG)),
+        metavar="NAME",
+        help="texts whose acceptance the drafts have: chat, code, math; or wrong: no draft is right; several with "
+        "commas (chat)",
+    )
+    parser.add_argument(
+        "--drafter", choices=DRAFTERS, help="published drafter whose acceptance the drafts have (eagle3)"
+    )
+    parser.add_argument("--context-decay", action="store_true", help="acceptance falls with the length of the context")
+    parser.add_argument(
+        "--accept",
+        type=at_least(1.0),
+        metavar="N",
+        help="instead of --acceptance: every round emits N tokens, and further drafts are wrong",
+    )
+    parser.add_argument("--input", type=at_least(1), metavar="N", help="tokens of a prompt (321; tiny: 32)")
+    parser.add_argument("--output", type=at_least(1), metavar="N", help="tokens generated per request (215; tiny: 32)")
+    parser.add_argument(
+        "--max-len", type=at_least(1), metavar="N", help="longest sequence of the engine (input + output + 1)"
+    )
+    parser.add_argument("--dtype", choices=WORDS["dtype"], help="of the model (bfloat16 on a GPU, float32 on a CPU)")
+    parser.add_argument("--weights", choices=WORDS["weights"], help="how the target's layers are stored (in --dtype)")
+    for name, metavar in (("num-steps", "N"), ("eagle-topk", "K"), ("num-draft-tokens", "N")):
+        parser.add_argument(
+            f"--speculative-{name}", type=at_least(1), metavar=metavar, help="overrides that of the algorithm"
+        )
+    parser.add_argument(
+        "--implementation", choices=("native", "transformers"), default="native", help="backend of the target (native)"
+    )
+    add_tuning(parser)
+    parser.set_defaults(run=run)
+
+
+def settings(text: str) -> list[str]:
+    """Parse names of SETTINGS, and chains or trees with a number of tokens."""
+    values = text.split(",")
+    for value in values:
+        if value not in SETTINGS and not re.fullmatch(r"(chain|tree)[1-9]\d*", value):
+            known = ", ".join(SETTINGS)
+            raise argparse.ArgumentTypeError(f"{value!r} is not one of {known}, nor chain or tree with a number")
+    return values
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    if not require("bench", "bench", ["torch", "rich"]):
+        return 2
+    if not require(COMMAND, "engine", ["transformers", "safetensors"]):
+        return 2
+    if (code := refuse_files(args, COMMAND)) is not None:
+        return code
+    device = find_device(args.device)
+    if device is None:
+        return refuse(NO_CUDA, COMMAND)
+    try:
+        if args.tuning:
+            from ...engine.tuning import read_tuning
+
+            apply_tuning(args, read_tuning(args.tuning, "--tuning"))
+        setups = round_setups(args, device)
+    except (OSError, ValueError) as error:
+        return refuse(str(error), COMMAND)
+
+    rounds = load("engine.round")
+    batches = args.batch or ([1] if args.quick or device.type == "cpu" else [1, 4, 16, 64])
+    for setup in setups:
+        needed, free = rounds.memory_needed(setup, max(batches)), rounds.free_memory(device)
+        if needed > free:
+            return refuse(
+                f"{setup.shape} needs about {needed / 1e9:.1f} GB for weights and KV of {max(batches)} requests in "
+                f"{setup.params(1)['dtype']}, and {device.type} has {free / 1e9:.1f} GB free: another --shape, fewer "
+                "--batch, a shorter --max-len",
+                COMMAND,
+            )
+    ceilings = load("ops.ceilings").measure_ceilings(device, args.quick)
+    results = []
+    try:
+        with progress(len(setups) * len(batches)) as advance:
+            for result in rounds.measure_rounds(setups, batches, ceilings):
+                results.append(result)
+                advance(f"round {result.params['algorithm']} batch {result.params['batch']}")
+    except ValueError as error:  # what the engine refuses, by name
+        return refuse(str(error), COMMAND)
+    return finish(args, results, device, ceilings, COMMAND)
+
+
+def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
+    """Return a setup for each algorithm and acceptance; one alone without drafts, which have no acceptance."""
+    from dataclasses import replace
+
+    import torch
+
+    from ...synthetic.acceptance import EvenAcceptance, PublishedAcceptance
+
+    rounds = load("engine.round")
+    shape = args.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
+    small = shape == "tiny"
+    input, output = (args.input or (32 if small else 321)), (args.output or (32 if small else 215))
+    if args.accept is not None:
+        for flag, value in (
+            ("--acceptance", args.acceptance), ("--drafter", args.drafter), ("--context-decay", args.context_decay)
+        ):  # fmt: skip
+            if value:
+                raise ValueError(f"--accept is {args.accept}, expected none with {flag}")
+    dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    given = {
+        "num_steps": args.speculative_num_steps,
+        "topk": args.speculative_eagle_topk,
+        "num_nodes": args.speculative_num_draft_tokens,
+    }
+    context = (input + output // 2) if args.context_decay else None
+    if args.accept is not None:
+        acceptances: list[Any] = [args.accept]
+    else:
+        acceptances = [
+            EvenAcceptance(1.0) if name == WRONG else PublishedAcceptance(name, args.drafter or "eagle3", context)
+            for name in args.acceptance or ["chat"]
+        ]
+    setups = []
+    for acceptance, name in itertools.product(acceptances, args.algorithm or ("none", "chain", "tree")):
+        drafting = rounds.drafting_of(name)
+        if drafting.kind is None:
+            if acceptance is not acceptances[0]:
+                continue
+        else:
+            drafting = replace(drafting, **{key: value for key, value in given.items() if value is not None})
+        setup = rounds.Setup(
+            shape=shape,
+            drafting=drafting,
+            acceptance=EvenAcceptance(min(acceptance, drafting.num_steps + 1))
+            if isinstance(acceptance, float)
+            else acceptance,
+            input=input,
+            output=output,
+            device=device,
+            dtype=getattr(torch, dtype),
+            max_len=args.max_len,
+            weights=args.weights,
+            implementation=args.implementation,
+        )
+        setups.append(setup)
+    return setups

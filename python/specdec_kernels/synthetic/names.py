@@ -1,0 +1,7 @@
+"""Names of shapes, text domains and published drafters, for parsers that must not import torch."""
+
+from __future__ import annotations
+
+SHAPES = ("qwen3-8b", "qwen3-30b-a3b", "llama-3.1-8b", "qwen3-0.6b", "tiny")
+DOMAINS = ("chat", "code", "math")
+DRAFTERS = ("eagle3", "dflash", "dspark")
