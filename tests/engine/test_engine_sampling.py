@@ -87,7 +87,7 @@ def test_logits_may_be_those_of_visited_nodes_alone(
     each = [replace(one, logprobs=2, min_new_tokens=4, stop_token_ids=(10, 32)) for one in params()]
     want = make_engine(name, "batched", device).generate(prompts(), each)
     levels: list[int] = []
-    by_levels, new_empty = Round._logits_by_levels, torch.Tensor.new_empty
+    by_levels, new_empty = Round._logits_by_depth, torch.Tensor.new_empty
 
     def poisoned(like: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
         out = new_empty(like, *size, **options)
@@ -98,7 +98,7 @@ def test_logits_may_be_those_of_visited_nodes_alone(
         return by_levels(self, hidden, *rest)
 
     monkeypatch.setattr("specdec_kernels.engine.device.round.CHEAP_ROWS", 0)
-    monkeypatch.setattr(Round, "_logits_by_levels", noted)
+    monkeypatch.setattr(Round, "_logits_by_depth", noted)
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     got = make_engine(name, "batched", device).generate(prompts(), each)
     assert levels and differing(got, want, each) <= 1

@@ -216,7 +216,7 @@ def test_texts_are_json(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "ngram"])
 def test_by_levels(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(Round, "_goes_by_levels", lambda *_: True)
+    monkeypatch.setattr(Round, "_goes_by_depth", lambda *_: True)
     outputs = make_engine(name, device).generate(prompts(), params())
     assert [output.tokens for output in outputs] == wanted()
 

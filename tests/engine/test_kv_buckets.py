@@ -25,7 +25,7 @@ from specdec_kernels.engine import (
 )
 from specdec_kernels.engine.config import EngineConfig, Machine
 from specdec_kernels.engine.device.graphs import RoundSize
-from specdec_kernels.engine.device.kv_buckets import MOST_BOUNDS, kv_bounds, last_alike
+from specdec_kernels.engine.device.kv_buckets import MOST_BOUNDS, kv_bounds, plan_boundaries
 from specdec_kernels.engine.device.state import EngineState
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.synthetic.shapes import shape_config
@@ -126,7 +126,7 @@ def test_up_to_a_bound_plans_are_those_at_the_bound(seed: int) -> None:
     bounds = kv_bounds(
         calls, batch, batch * num_nodes, num_nodes, most, sd.H200, page_size=16, fp8=fp8, tensor_cores=True
     )
-    every = last_alike(plans, most)
+    every = plan_boundaries(plans, most)
     assert set(bounds) <= set(every) and bounds[-1] == most and len(bounds) == min(len(every), MOST_BOUNDS)
     for low, high in zip([0, *every], every, strict=False):
         for length in (low + 1, draw.randint(low + 1, high)):
@@ -140,7 +140,7 @@ def test_of_too_many_bounds_the_nearest_go() -> None:
     def plans(length: int) -> list[str]:
         return [str(length <= one) for one in lengths]
 
-    assert last_alike(plans, 70_000) == [*lengths, 70_000]
+    assert plan_boundaries(plans, 70_000) == [*lengths, 70_000]
     calls = [AttentionCall(rows, 32, 8, 128, True) for rows in (1, 4, 8, 16, 32, 64)]
     bounds = kv_bounds(calls, 2, 128, 64, 131_072, sd.H200, page_size=16, fp8=True, tensor_cores=True)
     assert len(bounds) == MOST_BOUNDS and bounds[-1] == 131_072

@@ -98,7 +98,7 @@ def test_penalties_change_texts() -> None:
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "ngram"])
 def test_by_levels(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(Round, "_goes_by_levels", lambda *_: True)
+    monkeypatch.setattr(Round, "_goes_by_depth", lambda *_: True)
     outputs = make_engine(name, device).generate(prompts(), params())
     assert [output.tokens for output in outputs] == wanted()
 

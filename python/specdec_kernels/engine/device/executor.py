@@ -1,4 +1,4 @@
-"""What the C++ scheduler calls: slots begin, prefill, run rounds and end here. Results go back through a ring."""
+"""The device work that the C++ scheduler calls: slots begin, prefill, run rounds and end. Results return by a ring."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ MOST_ASSIGNED = 512  # entries of one call of `assign_pages`
 
 
 class Executor:
-    """Turns the scheduler's decisions into device work, which no call but `progress` waits for.
+    """Turns the scheduler's decisions into device work; only `progress` waits for it.
 
-    All calls come from the thread that runs the scheduler, on the stream of the rounds.
+    All calls come from the scheduler's thread, on the stream of the rounds.
     """
 
     def __init__(self, round: Round, prefill_chunk: int) -> None:
         self.round, self.prefill_chunk = round, prefill_chunk
         self.passes = Passes(round.target, round.draft, round.state)
         self.target, self.draft, self.state = round.target, round.draft, round.state
-        self.not_captured: str | None = None  # why rounds that were to be graphs are launched call by call
-        self._arrived: dict[
-            int, dict[str, Tensor]
-        ] = {}  # what the drafts of slots go on from, until they are activated
-        self._edited: set[int] = set()  # slots whose last request asked something of its logits
+        self.not_captured: str | None = None  # why rounds are launched call by call instead of as graphs
+        # The saved draft state of slots whose request has migrated, until they are activated.
+        self._arrived: dict[int, dict[str, Tensor]] = {}
+        self._edited: set[int] = set()  # slots whose last request had logit edits
         device = self.state.seq_lens.device
         self._slots = torch.arange(len(self.state.seq_lens), dtype=torch.int32, device=device)
 
@@ -52,8 +51,8 @@ class Executor:
             self.assign_pages(cached, [*range(first, first + len(cached))])
             state.pool.page_counts[slot] = len(cached)
         if state.window is None:
-            # The slot gets all pages up to its first round at once, as the scheduler counts them. Should there be too
-            # few, it stalls, and its activation turns that into an error.
+            # The slot gets all pages up to its first round at once, as the scheduler counts them. If there are too few,
+            # it stalls, and its activation reports an error.
             rows = len(tokens) - 1 + self.round.reserve
             alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
         if edit is not None or slot in self._edited:
@@ -79,7 +78,7 @@ class Executor:
             edit.write(self.state.edits, slot, tokens)
             self._edited.add(slot)
             if edit.new_matcher is not None:
-                assert masks is not None  # the engine has refused it else
+                assert masks is not None  # else the engine refuses the request
                 masks.matchers[slot] = matcher = edit.new_matcher()
                 for token in tokens[edit.num_prompt_tokens :]:
                     matcher.accept_token(token)
@@ -97,7 +96,7 @@ class Executor:
     @torch.inference_mode()
     def activate(self, slots: list[int]) -> None:
         rows = to_device(array("i", slots), self.state.seq_lens.device)
-        if self.state.sliding():  # where chunks got pages for themselves alone
+        if self.state.sliding():  # chunks got pages for themselves alone
             self.state.make_room(rows, self.round.reserve)
         if arrived := [slot for slot in slots if slot in self._arrived]:
             for slot in arrived:
@@ -120,7 +119,7 @@ class Executor:
     def constrain(self, number: int, requests: list[tuple[int, int, list[int]]], batch: int, num_rows: int) -> None:
         if requests:
             assert self.round.masks is not None
-            self.round.masks.make(number, requests, batch, self.round.most_nodes(batch, num_rows), self._is_busy)
+            self.round.masks.fill(number, requests, batch, self.round.most_nodes(batch, num_rows), self._is_busy)
 
     def _is_busy(self) -> bool:
         device = self.state.seq_lens.device

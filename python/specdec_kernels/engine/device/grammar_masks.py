@@ -1,4 +1,4 @@
-"""What a request's text must be: grammars compiled by xgrammar, and the masks of a round's trees."""
+"""Grammars of requests, compiled by xgrammar, and the token masks of a round's trees."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ...ops import Tree
 from ..params import SamplingParams
 
 Matcher = Any  # xgrammar.GrammarMatcher
-POLL_SECONDS = 5e-5  # between two looks whether the device has the tree
-MOST_WHITESPACE = 16  # characters in a row, between two parts of a JSON text: some models would go on for ever
+POLL_SECONDS = 5e-5  # between two polls for the device's trees
+MOST_WHITESPACE = 16  # consecutive characters between two parts of a JSON text: some models would never stop
 FULL = -1  # a word of a mask that allows all of its tokens
 
 
 class Grammars:
-    """Compiles what requests ask for, each once; any thread."""
+    """Compiles the grammars of requests; any thread may call it."""
 
     def __init__(self, tokenizer: Any, no_tokenizer: str, vocab_size: int) -> None:
         self._tokenizer, self._no_tokenizer, self._vocab_size = tokenizer, no_tokenizer, vocab_size
@@ -31,10 +31,10 @@ class Grammars:
         self._compiler: Any = None
 
     def compiled(self, sampling: SamplingParams) -> Any:
-        """The grammar of a request that has one.
+        """Return the compiled grammar of a request that has one.
 
         Raises:
-            ValueError: there is no tokenizer, or no xgrammar; what is asked for is no schema, pattern or grammar.
+            ValueError: there is no tokenizer or no xgrammar; the source is no schema, pattern or grammar.
         """
         kind, source = sampling.constraint
         with self._lock:
@@ -52,7 +52,7 @@ class Grammars:
             raise ValueError(f"SamplingParams: {kind} does not compile: {why}") from error
 
     def new_matcher(self, sampling: SamplingParams, stop_tokens: Sequence[int]) -> Callable[[], Matcher]:
-        """Makes matchers that are at the beginning of the text, which the request's stop tokens may end."""
+        """Return what makes matchers at the start of the text, which the request's stop tokens may end."""
         kind, _ = sampling.constraint
         if not stop_tokens:
             raise ValueError(f"SamplingParams: {kind} is given, expected beside it a stop token, which ends the text")
@@ -76,7 +76,7 @@ class Grammars:
 
 
 class TreeMasks:
-    """Which tokens the nodes of a round's trees allow: the host finds out while the device runs the target over them.
+    """The tokens that each node of a round's trees allows, computed on the host while the target runs over the trees.
 
     Attributes:
         allowed: [rows, ceil(V / 32)] int32 on the device, of packed rows as `edit_logits` takes them.
@@ -94,17 +94,17 @@ class TreeMasks:
         self.matchers: dict[int, Matcher] = {}  # of slots, where they have one
 
     def reset(self) -> None:
-        """As if no round had told anything."""
+        """Discard the trees of all rounds."""
         self._number.zero_()
 
-    def tell(self, tree: Tree, cu_seqlens: Tensor, number: Tensor) -> None:
-        """Shows the host the trees of a round [B, N], whose number it may look at when they are there."""
+    def publish(self, tree: Tree, cu_seqlens: Tensor, number: Tensor) -> None:
+        """Copy the trees of a round [B, N] to the host, and then the round's number, which says that they are there."""
         parts = (tree.tokens, tree.first_child, tree.next_sibling, cu_seqlens)
         together = torch.cat([part.flatten() for part in parts])
         self._trees[: len(together)].copy_(together, non_blocking=True)
         self._number.copy_(number, non_blocking=True)
 
-    def make(
+    def fill(
         self,
         number: int,
         requests: Sequence[tuple[int, int, list[int]]],
@@ -112,25 +112,25 @@ class TreeMasks:
         num_nodes: int,
         busy: Callable[[], bool],
     ) -> None:
-        """The masks of a round of `batch` trees of `num_nodes`, which `number` says is told.
+        """Fill the masks of round `number`, with `batch` trees of `num_nodes`, once its trees are published.
 
         Args:
-            requests: of each that is constrained its row of the round, its slot, and what it has gained.
-            busy: whether the device is at work, without which it tells nothing more.
+            requests: for each constrained request its row of the round, its slot, and its new tokens.
+            busy: whether the device is working; an idle device publishes nothing more.
         """
         while int(self._number) != number:
             if not busy() and int(self._number) != number:
-                raise RuntimeError(f"the device is at rest, and has not told the trees of record {number}")
+                raise RuntimeError(f"the device is idle and has not published the trees of record {number}")
             time.sleep(POLL_SECONDS)
         size = batch * num_nodes
         tokens, first_child, next_sibling = self._trees[: 3 * size].view(3, batch, num_nodes).long()
         ends = self._trees[3 * size : 3 * size + batch + 1].tolist()
 
         @torch.inference_mode()
-        def make_one(request: tuple[int, int, list[int]]) -> None:
-            row, slot, gained = request
+        def fill_one(request: tuple[int, int, list[int]]) -> None:
+            row, slot, new_tokens = request
             matcher = self.matchers[slot]
-            for token in gained:
+            for token in new_tokens:
                 matcher.accept_token(token)
             begin, count = ends[row], ends[row + 1] - ends[row]
             allowed = self._on_host[begin : begin + count].fill_(FULL)
@@ -138,19 +138,19 @@ class TreeMasks:
                 return
             links = (part[row, :count].contiguous() for part in (first_child, next_sibling, tokens))
             matcher.traverse_draft_tree(*links, allowed)
-            # No walk comes to a node that is not allowed, nor goes on behind one that ends the text. But it asks the
-            # latter for a token, which there must be.
+            # No walk reaches a node that is not allowed, or goes on below one that ends the text. But the walk samples
+            # a token at the latter, so one must be allowed.
             allowed[1:][~allowed[1:].any(1)] = FULL
 
-        # xgrammar lets go of the GIL.
-        for _ in self._threads.map(make_one, requests) if len(requests) > 1 else map(make_one, requests):
+        # xgrammar releases the GIL.
+        for _ in self._threads.map(fill_one, requests) if len(requests) > 1 else map(fill_one, requests):
             pass
         rows = [(ends[row], ends[row + 1]) for row, _, _ in requests]
         begin, end = min(first for first, _ in rows), max(last for _, last in rows)
         if self._copies is None:
             self.allowed[begin:end] = self._on_host[begin:end]
             return
-        # Beside the target's pass; rounds before have read what this overwrites, else the tree would not be there.
+        # Runs parallel to the target's pass. Earlier rounds have read what this overwrites, or no tree would be there.
         with torch.cuda.stream(self._copies):
             self.allowed[begin:end].copy_(self._on_host[begin:end], non_blocking=True)
         torch.cuda.current_stream(self.allowed.device).wait_stream(self._copies)

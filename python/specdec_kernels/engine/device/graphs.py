@@ -1,5 +1,7 @@
-"""What is captured as CUDA graphs: a round for each batch size, number of rows and range of KV lengths, one that
-applies commands alone, and prefill passes of some shapes.
+"""CUDA graphs of an engine.
+
+Captured are a round for each batch size, number of rows and KV bucket, one that only applies commands, and prefill
+passes of some shapes.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from .round import Round
 
 
 class RoundSize(NamedTuple):
-    """What is static about a round: slots, nodes that it verifies, and the KV rows that no slot exceeds. With
-    `_C.CATCH_UP` in place of nodes, about the pass in which a draft catches up; with `_C.FIRST_ROUND`, about the first
-    round of those that have been prefilled."""
+    """The static sizes of a round: slots, nodes to verify, and the KV rows that no slot exceeds.
+
+    `num_rows` is `_C.CATCH_UP` for the pass in which a draft catches up, and `_C.FIRST_ROUND` for the first round of
+    slots that have been prefilled.
+    """
 
     batch: int
     num_rows: int
@@ -31,11 +35,10 @@ class RoundSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Graphs:
-    """Captured rounds by size, how many passes beside them, and what capturing all of it cost."""
+    """Captured rounds by size, the number of captured passes, and the cost of capturing them all."""
 
-    by_size: dict[
-        RoundSize, list[torch.cuda.CUDAGraph]
-    ]  # one behind the other; kept for as long as they may run: they own their memory
+    # The parts of a round, in order. Graphs own their memory, so they live as long as they may run.
+    by_size: dict[RoundSize, list[torch.cuda.CUDAGraph]]
     num_passes: int
     seconds: float
     num_bytes: int
@@ -48,12 +51,12 @@ class Graphs:
         return f"captured {self.count} graphs in {self.seconds:.1f} s, {self.num_bytes / 2**20:.0f} MiB"
 
     def raw(self) -> dict[tuple[int, int, int], list[int]]:
-        """The rounds as cudaGraph_t."""
+        """Return the rounds as cudaGraph_t."""
         return {size: [graph.raw_cuda_graph() for graph in parts] for size, parts in self.by_size.items()}
 
 
 def default_batch_sizes(num_slots: int) -> list[int]:
-    """Powers of two and the steps between them: what a round is padded by stays below a third from 8 on."""
+    """Return powers of two and, from 8 on, the steps between them, which keep padding below a third."""
     sizes = [1, 2, 4, *(size for power in range(3, 16) for size in (1 << power, 3 << (power - 1)))]
     return [size for size in sizes if size < num_slots] + [num_slots]
 
@@ -67,17 +70,15 @@ def capture(
     *,
     progress: bool = False,
 ) -> Graphs:
-    """Capture `round.launch` for these sizes, and for 0, and `passes.launch` for these shapes, on the stream that will
-    run them.
+    """Capture `round.launch` for these sizes and for 0, and `passes.launch` for these shapes, on the rounds' stream.
 
-    Large rounds come first and all graphs share one pool of memory: a smaller round fits into what a larger one took.
-    What a graph allocates is read by no other. A round is run before it is captured, which loads kernels and
-    workspaces, unless one with as many rows and as much KV has been; and so is every pass, on a slot that nobody
-    holds.
+    Large rounds come first and all graphs share one memory pool: a smaller round fits into what a larger one took. No
+    graph reads what another allocates. Each round runs once before it is captured, which loads kernels and workspaces,
+    unless one with the same rows and KV has run; so does each pass, on a slot without a request.
     """
-    torch.cuda.synchronize(stream.device)  # what made the weights and the state is done
-    round.reset()  # rounds that only warm up apply no record of rounds that were
-    torch.cuda.empty_cache()  # as every capture does: what is counted is what stays
+    torch.cuda.synchronize(stream.device)  # the work that made weights and state is done
+    round.reset()  # warm-up rounds apply no record of earlier rounds
+    torch.cuda.empty_cache()  # as every capture does, so that only memory that stays is counted
     begin, pool = time.perf_counter(), torch.cuda.graph_pool_handle()
     before = torch.cuda.memory_reserved(stream.device)
     graphs: dict[RoundSize, list[torch.cuda.CUDAGraph]] = {}
@@ -91,7 +92,7 @@ def capture(
             with torch.cuda.stream(stream):
                 round.launch(*size)
             warm.add(rows_and_kv)
-        # Where the host may have its say about a round's logits it is two graphs.
+        # Where the host masks a round's logits the round is two graphs.
         in_halves = round.masks is not None and size.num_rows != _C.CATCH_UP
         halves = [round.forward, round.finish] if in_halves else [round.launch]
         graphs[size] = []
@@ -114,7 +115,7 @@ def capture(
         if bar:
             bar.advance(f"passes ({shape.rows} rows)")
     stream.synchronize()
-    round.reset()  # of the rounds that only warmed up
+    round.reset()  # discard warm-up rounds
     num_bytes = torch.cuda.memory_reserved(stream.device) - before
     captured = Graphs(graphs, len(shapes), time.perf_counter() - begin, num_bytes)
     if bar:
@@ -124,11 +125,11 @@ def capture(
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-    """`torch.cuda.graph`, undisturbed by other engines of this process.
+    """Capture a graph undisturbed by other engines of this process.
 
-    A capture ends in an error when its thread frees device memory, as the garbage collector does at any allocation of
-    Python's where an engine that nobody holds any more lies in a cycle: so it waits. What other threads do to the
-    device, an engine that runs rounds, say, is no part of the capture.
+    A capture fails when its thread frees device memory. The garbage collector does so at any Python allocation if an
+    unreachable engine is in a cycle, so collection is off meanwhile. Device work of other threads, such as another
+    engine's rounds, is no part of the capture.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -141,7 +142,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream)
 
 
 class Bar:
-    """Progress on the terminal, and a line of what it cost."""
+    """A progress bar on the terminal, and a line with the cost at the end."""
 
     def __init__(self, total: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn

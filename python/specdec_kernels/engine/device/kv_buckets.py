@@ -1,4 +1,4 @@
-"""How much KV a captured round is made for: a graph for each range of lengths in which attention runs other plans."""
+"""KV buckets of captured rounds: a graph for each range of KV lengths in which attention runs the same plans."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from ...plans import HEAD_DIMS, Gpu, attention_plan
 from ..drafts.needs import AttentionCall
 
-MOST_BOUNDS = 4  # of rounds of one batch size and as many rows
-# Calls that are fewer than one in so many of the most frequent decide no bounds: a head's one layer beside a target's.
+MOST_BOUNDS = 4  # of rounds of one batch size and number of rows
+# Calls that are rarer than the most frequent one by more than this factor decide no bounds: a head's one layer next to
+# the target's many.
 FEWEST = 4
 FIRST_STEP = 1024  # plans are compared there, and at every power of two from there on
 
@@ -25,13 +26,14 @@ def kv_bounds(
     fp8: bool,
     tensor_cores: bool,
 ) -> tuple[int, ...]:
-    """Rising bounds of KV rows, the last one `max_kv_len`: up to each, and beyond the one before, the calls of a round
-    with so many rows in all, and nodes of a request at most, run the plans that they run at the bound itself.
+    """Return increasing bounds of KV rows, the last one `max_kv_len`, that separate KV lengths with different plans.
 
-    Calls that are few beside others do not count. Of more than `MOST_BOUNDS` those go that are nearest to the next one.
+    At every length up to a bound, and above the one before it, the calls of a round with `num_rows` rows in all and at
+    most `most_nodes` nodes of a request run the plans that they run at the bound. Rare calls do not count. If there are
+    more than `MOST_BOUNDS`, bounds closest to the next one are dropped.
     """
     most = max(call.per_round for call in calls)
-    # Heads of other sizes are attended to without a plan.
+    # Other head sizes have no plan.
     counting = [call for call in calls if FEWEST * call.per_round >= most and call.head_dim in HEAD_DIMS]
 
     def plans(length: int) -> list[str]:
@@ -52,15 +54,15 @@ def kv_bounds(
             for call in counting
         ]
 
-    bounds = last_alike(plans, max_kv_len)
+    bounds = plan_boundaries(plans, max_kv_len)
     while len(bounds) > MOST_BOUNDS:
         nearest = min(range(len(bounds) - 1), key=lambda i: bounds[i + 1] / bounds[i])
         del bounds[nearest]
     return tuple(bounds)
 
 
-def last_alike(plans: Callable[[int], list[str]], most: int) -> list[int]:
-    """The lengths before which and at which plans are the same, and behind which they are others; and `most`."""
+def plan_boundaries(plans: Callable[[int], list[str]], most: int) -> list[int]:
+    """Return the last length of each range with the same plans, and `most`."""
     steps = (FIRST_STEP << power for power in range(most.bit_length()))
     low, bounds = 1, []
     for high in (*(step for step in steps if step < most), most):

@@ -1,4 +1,4 @@
-"""What one request asks of its logits, and how that becomes its slot's part of `LogitEdits`."""
+"""The logit edits of one request, and how they become its slot's part of `LogitEdits`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..host_tensors import to_device
 
 
 class LogitEdit(NamedTuple):
-    """What one request asks of its logits."""
+    """The logit edits of one request."""
 
     kinds: Edit
     bias: Mapping[int, float]
     presence: float
     frequency: float
     repetition: float
-    num_prompt_tokens: int  # of its text; the others were generated
+    num_prompt_tokens: int  # of its text; the rest was generated
     new_matcher: Callable[[], Any] | None = None  # of its grammar, if it has one
 
     def write(self, edits: LogitEdits, slot: int, tokens: Sequence[int]) -> None:
-        """The slot belongs to the request, which has this text so far."""
+        """Write the edits of a request with this text so far to its slot."""
         kinds, bias, counts, presence, frequency, repetition = (tensor[slot] for tensor in edits)
         prompt, generated = tokens[: self.num_prompt_tokens], tokens[self.num_prompt_tokens :]
         device = kinds.device

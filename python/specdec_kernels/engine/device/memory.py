@@ -1,4 +1,4 @@
-"""How many pages a GPU has room for, once everything else has taken its memory."""
+"""Sizes KV pools by the GPU memory that everything else leaves."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .prefill import MOST_PADDING, Shape, pack
 
 
 def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) -> int:
-    """Pages for `mem_fraction` of the GPU's memory, beside all that is there now and a largest prefill.
+    """Return the pages that fit into `mem_fraction` of the GPU's memory next to what is there and a largest prefill.
 
-    That is run with slots that nobody holds, which leaves them as they were. The pools at hand are counted as room.
+    The prefill runs on slots without requests, which it leaves as they were. The present pools count as free memory.
     """
     state, device = executor.state, executor.state.seq_lens.device
     largest_prefill(executor, prefill_chunk)
@@ -30,9 +30,9 @@ def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) 
 
 
 def largest_prefill(executor: Executor, prefill_chunk: int) -> None:
-    """As many rows as a call can have, padding included, of slots without pages: nothing is written.
+    """Run the most rows that a pass can have, padding included, on slots without pages: nothing is written.
 
-    Launched call by call, since captured passes have their memory already.
+    It is launched call by call, since captured passes have their memory already.
     """
     state = executor.state
     rows, longest = math.ceil((1 + MOST_PADDING) * prefill_chunk), int(state.max_seq_lens[0]) - 1

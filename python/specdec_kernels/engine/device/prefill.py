@@ -1,4 +1,4 @@
-"""Chunks of several prompts as one forward pass."""
+"""Chunks of several prompts in one forward pass."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .state import EngineState
 
 MOST_PADDING = 0.1  # of a pass of several chunks
 
-# Slot, first row, tokens: one more than rows, for the last row's successor. Of a text's last token that is itself.
+# Slot, first row, tokens: one more than rows, for the last row's successor; a text's last token is its own successor.
 Chunk = tuple[int, int, list[int]]
 
 
 class Shape(NamedTuple):
-    """Sizes of a pass: P pieces of Q rows, which are those of R chunks."""
+    """The sizes of a pass: P pieces of Q rows, cut from R chunks."""
 
     pieces: int
     length: int
@@ -32,12 +32,12 @@ class Shape(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes of the arrays that `pack` packs, in their order."""
+        """The sizes of the arrays that `pack` concatenates, in order."""
         return [*3 * [self.pieces], *3 * [self.chunks], self.pieces * (self.length + 1)]
 
     @classmethod
     def fitting(cls, lengths: Sequence[int]) -> Shape:
-        """The longest pieces that are little more than chunks of these lengths."""
+        """Return the shape with the longest pieces whose padding of these chunks stays below `MOST_PADDING`."""
         longest, most = max(lengths), (1 + MOST_PADDING) * sum(lengths)
         powers = (1 << power for power in reversed(range(longest.bit_length())))
         shapes = (cls(num_pieces(lengths, q), q, len(lengths)) for q in (longest, *powers))
@@ -45,14 +45,14 @@ class Shape(NamedTuple):
 
 
 def num_pieces(lengths: Sequence[int], length: int) -> int:
-    """Pieces that chunks of these lengths are cut into."""
+    """Return the number of pieces that chunks of these lengths are cut into."""
     return sum(-(-n // length) for n in lengths)
 
 
 def pack(chunks: Sequence[Chunk], shape: Shape) -> array[int]:
-    """What the host knows of a pass, as numbers for one copy to the device.
+    """Pack what the host knows of a pass for one copy to the device.
 
-    A shape may have room for more: then there are pieces without rows, and the last chunk is there several times.
+    If the shape has room for more, pieces without rows are added, and the last chunk is repeated.
     """
     length = shape.length
     piece_slots, starts, counts, tokens = array("i"), array("i"), array("i"), array("i")
@@ -78,11 +78,11 @@ def pack(chunks: Sequence[Chunk], shape: Shape) -> array[int]:
 
 
 class Prefill(NamedTuple):
-    """Chunks cut into P pieces of Q neighbouring rows, each a row of the batch with a prefix of its own.
+    """Chunks cut into P pieces of Q neighboring rows, each a request of the batch with a prefix of its own.
 
-    A layer writes the KV of all pieces before it attends, so that a piece finds those before it in its prefix. The last
-    row of a text is the root's. Its successor is not known yet, and it stands there itself: what a draft makes of that
-    is written again when the first round is committed.
+    A layer writes the KV of all pieces before it attends, so a piece finds earlier pieces in its prefix. The last row
+    of a text is the root's, whose successor is not known yet: `next_tokens` has the root itself there. What a draft
+    writes for that row is written again when the first round is committed.
     """
 
     tokens: Tensor  # [P, Q] int32; 0 where a piece is shorter
@@ -96,7 +96,7 @@ class Prefill(NamedTuple):
 
     @classmethod
     def of(cls, packed: Tensor, shape: Shape, state: EngineState) -> Prefill:
-        """From what `pack` packed, on the device; nothing here reads it on the host. The slots get pages for it."""
+        """Unpack on the device what `pack` packed, without reading it on the host, and allocate the slots' pages."""
         piece_slots, starts, counts, slots, ends, last_rows, tokens = torch.split(packed, shape.sizes)
         tokens = tokens.view(shape.pieces, shape.length + 1)
         state.make_room_for_chunks(slots, ends)
@@ -118,22 +118,25 @@ class Prefill(NamedTuple):
 
     @property
     def last(self) -> LastRows:
-        """The last row of each chunk: with its piece's pages, behind all rows before it."""
+        """The last row of each chunk, with its piece's pages and all rows before it as prefix."""
         starts, counts = self.rows.prefix_lens, self.rows.num_valid
         assert counts is not None
         pieces = torch.div(self.last_rows, self.tokens.shape[1], rounding_mode="floor")
         before = (starts + counts - 1).clamp(min=0)
-        # A piece without rows, as where a pass is run before it is captured, has no last one.
+        # A piece without rows, as in the warm-up of a capture, has no last row.
         are_there = counts[pieces].clamp(max=1)
         rows = self.rows._replace(slots=pieces, prefix_lens=before, tail_len=1, num_valid=are_there)
         return LastRows(self.last_rows, before[pieces][:, None], rows)
 
     def finish(self, state: EngineState, states: Prefilled, last: LastRows) -> None:
-        """All models have run it, the target with these states: the slots have its rows and the states of its chunks'
-        last ones, and what was wrong with a piece is their status. What is behind a window then goes."""
+        """Advance the slots after all models have run the pass, the target with these states.
+
+        The slots get the lengths and the states of their chunks' last rows, and the status of their pieces. Pages that
+        left their windows are freed.
+        """
         are_there, status, pieces = last.batch.num_valid, self.rows.status, last.batch.slots
         assert are_there is not None and status is not None and states.hidden is not None
-        # Of rows that are not there, or have no pages, nothing is kept that could be no number.
+        # Rows that are absent or have no pages may hold NaN: zeros are kept instead.
         is_void = ((are_there == 0) | (status[pieces] != 0))[:, None]
         state.last_hidden[self.slots] = states.hidden.to(state.last_hidden.dtype).masked_fill(is_void, 0)
         if states.features is not None:

@@ -1,4 +1,4 @@
-"""Prefill passes: captured as CUDA graphs for some shapes, else launched call by call."""
+"""Prefill passes, captured as CUDA graphs for some shapes, else launched call by call."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .prefill import Chunk, Prefill, Shape, num_pieces, pack
 from .state import EngineState
 
 PIECE = 64  # rows of a captured pass's pieces
-CHEAP_ROWS = 256  # a pass of so many rows takes little more than one of a few: most of it is reading the weights
-MOST_ROWS = 1.25  # of a captured pass, in those of one launched call by call
+CHEAP_ROWS = 256  # a pass of this many rows takes little longer than one of a few: reading the weights dominates
+MOST_ROWS = 1.25  # rows of a captured pass, relative to a pass launched call by call
 
 
 def captured_shapes(prefill_chunk: int, num_slots: int, max_len: int) -> list[Shape]:
-    """For every number of pieces that slots can have, one that is a quarter larger at most."""
+    """Return shapes such that every possible number of pieces has one that is at most a quarter larger."""
     most = min(-(-prefill_chunk // PIECE), num_slots * -(-(max_len - 1) // PIECE))
     sizes = (1, 2, 3, *(size << power for power in range(24) for size in (4, 5, 6, 7)))
     return [Shape(size, PIECE, min(size, num_slots)) for size in sizes if size < most] + [
@@ -30,15 +30,16 @@ def captured_shapes(prefill_chunk: int, num_slots: int, max_len: int) -> list[Sh
 class Passes:
     """Runs chunks of prompts through target and draft.
 
-    Launching hundreds of kernels takes as long as many a pass, so passes are captured for some numbers of pieces. One
-    whose chunks do not fit such a shape well is launched call by call, in the shape that fits them.
+    Launching hundreds of kernels takes as long as many passes, so passes are captured for some numbers of pieces.
+    Chunks that do not fit such a shape well are launched call by call, in the shape that fits them.
     """
 
     def __init__(self, target: LanguageModel, draft: Draft, state: EngineState) -> None:
         self.target, self.draft, self.state = target, draft, state
-        self.captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and what it reads, as `pack` packs it
+        self.captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and its input, as of `pack`
 
     def run(self, chunks: Sequence[Chunk]) -> None:
+        """Run chunks in the captured or fitting shape."""
         lengths = [len(tokens) - 1 for _, _, tokens in chunks]
         fitting = Shape.fitting(lengths)
         shape = self.captured_shape(lengths, fitting.rows)
@@ -50,7 +51,7 @@ class Passes:
         graph.replay()
 
     def captured_shape(self, lengths: Sequence[int], fitting_rows: int) -> Shape | None:
-        """The smallest captured shape for chunks of these lengths; None where a pass of `fitting_rows` is better."""
+        """Return the smallest captured shape for chunks of these lengths; None if `fitting_rows` rows are better."""
         pieces = num_pieces(lengths, PIECE)
         shape = min((shape for shape in self.captured if shape.pieces >= pieces), default=None)
         most = max(CHEAP_ROWS, MOST_ROWS * fitting_rows)
@@ -58,7 +59,7 @@ class Passes:
 
     @torch.inference_mode()
     def launch(self, packed: Tensor, shape: Shape) -> None:
-        """One pass over what `pack` packed; nothing here reads a device value on the host."""
+        """Run one pass over what `pack` packed, without reading a device value on the host."""
         prefill = Prefill.of(packed, shape, self.state)
         last = prefill.last
         states = self.target.prefill(prefill.tokens, prefill.positions, prefill.rows, last)

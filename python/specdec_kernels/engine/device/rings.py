@@ -1,7 +1,7 @@
-"""How host and device talk: rings of records, whose words csrc/round/records.h describes.
+"""Rings of records between host and device; csrc/round/records.h describes their words.
 
-The scheduler writes commands and reads results in C++; the device applies and publishes them, also in C++. Python makes
-the memory and launches both.
+The scheduler writes commands and reads results in C++; kernels apply commands and publish results. Python allocates the
+memory and launches the kernels.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ...ops import Accepted, SlotState, TokenScores
 
 @dataclass
 class Rings:
-    """Records in memory that host and device reach, and what the device counts and reads of them."""
+    """The records in memory that host and device share, and the device's counters and slots."""
 
     commands: Tensor  # [depth, words] int32, on the host
     results: Tensor  # [depth, words] int32, on the host
     num_applied: Tensor  # [1] int64
     num_published: Tensor  # [1] int64
     started_at: Tensor  # [1] int64: when the last commands were applied, in ns of the device's clock
-    slots: Tensor  # [max_batch] int32: of the round, -1 behind them
-    given_back: Tensor  # [num_slots] int32: whose pages are freed before it, -1 behind them
-    top_n: int  # most best entries scored beside a token
+    slots: Tensor  # [max_batch] int32: of the round, then -1
+    given_back: Tensor  # [num_slots] int32: slots whose pages are freed before the round, then -1
+    top_n: int  # most of the best entries scored with a token
 
     @classmethod
     def create(
@@ -55,18 +55,17 @@ class Rings:
         return rings
 
     def reset(self) -> None:
-        """As if no round had been: records that do nothing, results that nobody published."""
+        """Discard all rounds: records do nothing, and no results are published."""
         self.commands.fill_(-1)
         self.results.zero_()
         self.num_applied.zero_()
         self.num_published.zero_()
 
     def apply_commands(self, state: SlotState, stream: int | None = None) -> None:
-        """The next record of commands becomes the state of slots, `slots` and `given_back`.
+        """Apply the next record of commands to the state of slots, `slots` and `given_back`.
 
-        Slots given back get seq_lens, finish_reasons and status 0, before those to activate get their state (and
-        finish_reasons 0; their status stays, and gains BAD_PAGE if it is STALLED: then their prefill was written
-        nowhere).
+        First, slots given back get seq_lens, finish_reasons and status 0. Then slots to activate get their state and
+        finish_reasons 0; their status stays, and gains BAD_PAGE if it is STALLED, since their prefill was not written.
         """
         _C.apply_commands(
             stream,
@@ -104,12 +103,12 @@ class Rings:
         cuts: Tensor | None = None,
         stream: int | None = None,
     ) -> None:
-        """What a round did becomes the next record of results, which the host reads without waiting for the stream.
+        """Publish a round as the next record of results, which the host reads without waiting for the stream.
 
         Args:
             accepted: as `commit_tokens` left it.
             num_nodes: [B] int32, of each tree.
-            state: finish_reasons, status and, with scores, num_logprobs: who did not ask gets none.
+            state: finish_reasons, status and, with scores, num_logprobs: a request that did not ask gets none.
             slots: [B] int32; an empty row has finish reason and status 0.
             scores: from `score_tokens`.
             level_limits: [num_levels] int32, increasing: most nodes of a request at each budget level that the round is

@@ -33,27 +33,27 @@ from .grammar_masks import TreeMasks
 from .rings import Rings
 from .state import EngineState
 
-# Rows that a product takes as long to multiply as it takes to read its weight, about.
+# Rows for which a GEMM takes about as long to multiply as to read its weight.
 CHEAP_ROWS = 200
-# A request may have so many times the mean number of nodes, to leave room for texts that differ. But what one may have
-# is drafted for all, and of a model every level is a pass: where rows are few there are as many levels as the mean has
-# rows, since a deeper one costs the whole batch more than it brings those whose text is easy.
+# A request may have this many times the mean number of nodes, to leave room for texts that differ. But as many are
+# drafted for every request, and each level of a model's tree is a pass: where rows are few, trees have no more levels
+# than the mean has rows, since a deeper one costs the whole batch more than it brings requests with easy text.
 MOST_SHARE = 2
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Device tensors of one round's requests."""
+    """The device tensors of one round's requests."""
 
     accepted: Accepted  # what was committed
     scores: TokenScores  # how likely it was
-    num_nodes: Tensor  # [B] of each tree that was verified
+    num_nodes: Tensor  # [B], of each verified tree
     node_scores: Tensor  # [B, N], by which trees were cut
     shares: NodeAllocation
 
 
 class Drafted(NamedTuple):
-    """A round whose target has run, or had in prefill."""
+    """A round whose target has run, in this round or in prefill."""
 
     slots: Tensor
     proposal: Proposal
@@ -68,10 +68,10 @@ class Drafted(NamedTuple):
 
 
 def most_nodes(batch: int, num_rows: int, needs: Needs, equal: bool = False) -> int:
-    """What one request may have drafted for a round with so many rows in all, of a draft with these needs.
+    """Return the most nodes to draft for one request of a round with `num_rows` rows in all.
 
-    Of a request alone that is more than the round has: what is left out says what a larger round would bring. `equal`:
-    all requests have as many, as where drafts are drawn, which is no matter of scores.
+    For a single request these are more than the round verifies: the nodes left out show what a larger round would gain.
+    `equal`: all requests have the same number, as where drafts are drawn and scores do not choose nodes.
     """
     if equal:
         return num_rows // batch
@@ -81,7 +81,7 @@ def most_nodes(batch: int, num_rows: int, needs: Needs, equal: bool = False) -> 
 
 
 class Round:
-    """What the host launches, as a graph or call by call; all it reads and writes stays at its place."""
+    """The round that the host launches, as a graph or call by call; all it reads and writes keeps its address."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Round:
         budget_levels: Mapping[int, Sequence[int]],
         masks: TreeMasks | None = None,
     ) -> None:
-        """`needs` are the draft's, `budget_levels` what rounds of each batch size may verify in all, rising."""
+        """Take the draft's `needs`, and for each batch size the rows that its rounds may verify in all, increasing."""
         self.target, self.draft, self.state, self.rings = target, draft, state, rings
         self.reserve, self.needs, self.accept_width = reserve, needs, needs.accept_width
         self.masks = masks  # None: no request has a grammar
@@ -118,7 +118,7 @@ class Round:
             self._levels[batch] = each[0], each[1]
 
     def reset(self) -> None:
-        """As if there had been none."""
+        """Discard all rounds so far."""
         self.rings.reset()
         if self.masks is not None:
             self.masks.reset()
@@ -126,10 +126,10 @@ class Round:
     def launch(self, batch: int, num_rows: int, max_kv_len: int) -> None:
         """Apply the next record of commands, advance its first `batch` slots by one round and publish the results.
 
-        With batch 0 the record is all. With `_C.CATCH_UP` for the rows the slots' draft catches up, and nothing is
-        published. With `_C.FIRST_ROUND` it is the first round of slots that have been prefilled: the target has run
-        over their roots. Others verify `num_rows` nodes, whichever requests they are of; in one of a node for each the
-        draft rests. `max_kv_len` KV rows hold each slot's text with the reserve.
+        With batch 0 only the record is applied. With `_C.CATCH_UP` for the rows the slots' draft catches up, and
+        nothing is published. `_C.FIRST_ROUND` is the first round of slots that have been prefilled: the target has run
+        over their roots. Other rounds verify `num_rows` nodes of any of the requests; the draft is idle in a round of
+        one node for each. `max_kv_len` KV rows hold each slot's text with the reserve.
         """
         self.forward(batch, num_rows, max_kv_len)
         if num_rows != _C.CATCH_UP:
@@ -137,7 +137,7 @@ class Round:
 
     @torch.inference_mode()
     def forward(self, batch: int, num_rows: int, max_kv_len: int) -> None:
-        """`launch` as far as the target's states of the drafted trees, which `finish` goes on from."""
+        """Run the part of `launch` up to the target's states of the drafted trees; `finish` runs the rest."""
         state, rings = self.state, self.rings
         rings.apply_commands(state)
         state.give_back(rings.given_back)
@@ -151,7 +151,7 @@ class Round:
 
     @torch.inference_mode()
     def finish(self, batch: int, num_rows: int, max_kv_len: int) -> None:
-        """What is left of a `launch` behind `forward`, which was given the same."""
+        """Run the rest of a `launch` after `forward` with the same arguments."""
         state, rings, slots = self.state, self.rings, self.rings.slots[:batch]
         drafted, self._drafted = self._drafted, None
         assert drafted is not None
@@ -170,16 +170,16 @@ class Round:
         )
 
     def most_nodes(self, batch: int, num_rows: int) -> int:
-        """What one request may have drafted for a round of this draft."""
+        """Return the most nodes to draft for one request of a round."""
         if num_rows == _C.FIRST_ROUND:
             return 1
         return most_nodes(batch, num_rows, self.needs, equal=self.draft.sampled)
 
     def run_target(self, slots: Tensor, num_rows: int, max_kv_len: int | None = None) -> Drafted:
-        """Draft for slots [B], and run the target over what is drafted; no device value is read on the host.
+        """Draft for slots [B], and run the target over the trees; no device value is read on the host.
 
-        In a first round that is their roots, each at its row whoever takes part: the slots have their pages, and the
-        target's states of them.
+        In a first round the trees are the roots, each in the row of its slot whatever the batch: the slots have their
+        pages, and the target's states at the roots.
         """
         state, draft, is_first = self.state, self.draft, num_rows == _C.FIRST_ROUND
         if not is_first:
@@ -189,13 +189,13 @@ class Round:
         num_rows = len(slots) if is_first else num_rows
         proposal = draft.propose(slots, DraftBudget(most, max_kv_len))
         tree, scores = scored_tree_of(proposal.drafts, slots, most, state)
-        # Where one is batch-invariant, nobody's share, and no row's place, depends on others.
+        # In a batch-invariant round no request's number of nodes, nor the place of its rows, depends on others.
         equal = is_first or state.fixed_split is not None
         shares = self._equal_shares(slots, most) if equal else self._share(scores, slots, num_rows)
         nodes = pack_trees(tree, scores, shares, num_rows)
         cu_seqlens = shares.cu_seqlens
         if self.masks is not None:
-            self.masks.tell(tree, cu_seqlens, self.rings.num_applied)
+            self.masks.publish(tree, cu_seqlens, self.rings.num_applied)
         rows = state.rows(slots, state.seq_lens, max_kv_len=max_kv_len, mask=nodes.mask, cu_seqlens_q=cu_seqlens)
         if is_first:
             at = slots.clamp(min=0)
@@ -213,8 +213,8 @@ class Round:
         cu_seqlens, most = shares.cu_seqlens, tree.tokens.shape[1]
         allowed = None if self.masks is None else self.masks.allowed[: len(hidden)]
         drawn_from = proposal.drawn_from  # verified as a block, which asks for all logits
-        if drawn_from is None and self._goes_by_levels(len(slots), len(hidden)):
-            logits = self._logits_by_levels(hidden, tree, nodes, cu_seqlens, slots, allowed)
+        if drawn_from is None and self._goes_by_depth(len(slots), len(hidden)):
+            logits = self._logits_by_depth(hidden, tree, nodes, cu_seqlens, slots, allowed)
         else:
             logits = self._logits(hidden, nodes.positions, nodes.mask, tree, slots, allowed, cu_seqlens)
         accepted = self._verify(logits, tree, cu_seqlens, self.accept_width, slots, state.status, drawn_from)
@@ -257,7 +257,7 @@ class Round:
         )
 
     def _equal_shares(self, slots: Tensor, most: int) -> NodeAllocation:
-        """As many nodes for each request, at fixed rows, unless it wants fewer."""
+        """Allocate the same number of nodes to each request, at fixed rows, unless it wants fewer."""
         each = self.state.max_nodes[slots.clamp(min=0)].clamp(max=most)
         starts = torch.arange(0, (len(slots) + 1) * most, most, dtype=torch.int32, device=slots.device)
         no_cuts = torch.empty(0, device=slots.device)
@@ -273,8 +273,10 @@ class Round:
         allowed: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """[*positions, V] of nodes [*positions, H] as requests want them, with no stop tokens where it is too early for
-        them; `mask` says which nodes of the tree lie above each."""
+        """Return logits [*positions, V] of nodes [*positions, H] after the requests' edits.
+
+        Stop tokens are masked where it is too early for them; `mask` holds the ancestors of each node.
+        """
         state = self.state
         logits = self.target.logits(hidden)
         edit_logits(logits, mask, tree.tokens, state.edits, vocab_mask=allowed, slots=slots, cu_seqlens_q=cu_seqlens)
@@ -291,7 +293,7 @@ class Round:
         status: Tensor | None,
         drawn_from: DrawnFrom | None = None,
     ) -> Accepted:
-        """The walks down the trees, as far as `width` nodes."""
+        """Walk down the trees, at most `width` nodes deep."""
         state = self.state
         return verify_tree(
             logits,
@@ -309,11 +311,11 @@ class Round:
             status=status,
         )
 
-    def _goes_by_levels(self, batch: int, num_rows: int) -> bool:
-        """Whether reading the weight of the target's head once a level is less than multiplying all nodes by it."""
+    def _goes_by_depth(self, batch: int, num_rows: int) -> bool:
+        """Return whether reading the LM head's weight once per depth costs less than multiplying all nodes by it."""
         return num_rows > self.accept_width * max(batch, CHEAP_ROWS)
 
-    def _logits_by_levels(
+    def _logits_by_depth(
         self,
         hidden: Tensor,
         tree: Tree,
@@ -322,17 +324,17 @@ class Round:
         slots: Tensor,
         allowed: Tensor | None,
     ) -> Tensor:
-        """`_logits` of the nodes that the walks visit, computed when they get there; those of others mean nothing."""
+        """Return `_logits` of the nodes that the walks visit, computed depth by depth; other rows are undefined."""
         num_rows, most = len(hidden), tree.tokens.shape[1]
-        logits = hidden.new_empty(num_rows + 1, self.target.lm_head.out_features)  # the last one of empty rows
-        logits[:, 0] = 0  # a walk goes as far as a node without its logits: something is there to choose
-        # torch copies rows number by number: 64 rows of a vocabulary take 51 us by 2 bytes.
+        logits = hidden.new_empty(num_rows + 1, self.target.lm_head.out_features)  # the last row is for empty ones
+        logits[:, 0] = 0  # a walk ends at a node without its logits, which must still choose a token
+        # torch copies rows element by element: 64 rows of a vocabulary take 51 us in 2-byte elements.
         whole = torch.int64 if logits.shape[-1] * logits.itemsize % 8 == 0 else logits.dtype
         out, logits = logits.view(whole), logits[:num_rows]
         first, is_empty = cu_seqlens[:-1].long(), cu_seqlens[1:] == cu_seqlens[:-1]
         nodes = first
         for depth in range(min(self.accept_width, most)):
-            if depth > 0:  # where a walk has ended, its last node again
+            if depth > 0:  # a walk that has ended repeats its last node
                 nodes = first + self._verify(logits, tree, cu_seqlens, depth + 1, slots, None).path[:, depth]
             rows = nodes.clamp(max=num_rows - 1)
             states, positions, mask = (part[rows][:, None] for part in (hidden, packed.positions, packed.mask))

@@ -1,4 +1,4 @@
-"""What a round reads and writes between rounds, at fixed addresses."""
+"""The slots' state between rounds, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ...ops import (
 class EngineState(SlotState):
     """The slots' state, the pages they hold, and how they attend.
 
-    What no layer of a page table sees any more is given back as a text grows: before a round, and behind each chunk of
-    a prompt. A table that keeps all gets a prompt's pages at once; one with a window chunk by chunk.
+    Pages that have left the windows of all layers of a page table are freed as a text grows: before a round, and after
+    each chunk of a prompt. A table without a window gets a prompt's pages at once, one with a window chunk by chunk.
     """
 
     pool: PagePool  # of all layers whose window has no table of its own
-    all_pages: PagePool  # `pool`, with rows of the table behind those of the slots for the pages of the prefix cache
-    window: int | None  # behind which none of these sees; None: one sees all
+    all_pages: PagePool  # `pool`, with table rows after the slots' for the pages of the prefix cache
+    window: int | None  # widest of these layers; None: one of them sees all rows
     window_pools: dict[int, PagePool]  # of layers with these windows
     window_pages: Mapping[int, int]  # most pages of these
     edits: LogitEdits
-    last_hidden: Tensor  # [num_slots, H], of the last row that prefill has run; of a text's last one, its root's
-    last_features: Tensor  # [num_slots, F], as drafts ask for them, likewise
+    last_hidden: Tensor  # [num_slots, H], of the last prefilled row; of a whole prompt, the root's
+    last_features: Tensor  # [num_slots, F], of the same row, as drafts ask for them
     fixed_split: int | None  # of attention
     no_rows: Tensor  # [num_slots] of zeros
 
@@ -72,7 +72,7 @@ class EngineState(SlotState):
         return state
 
     def resize_pool(self, num_pages: int) -> None:
-        """Another pool, of which every page is free."""
+        """Replace the pools by others with free pages alone."""
         max_pages, page_size = self.pool.page_table.shape[1], self.pool.page_size
         self._make_pools(num_pages, max_pages, page_size, len(self.all_pages.page_counts) > len(self.seq_lens))
 
@@ -89,14 +89,15 @@ class EngineState(SlotState):
         }
 
     def sliding(self) -> list[tuple[int, PagePool]]:
-        """The pools that give back pages behind a window."""
+        """Return the pools that free pages outside a window, each with its window."""
         own = [] if self.window is None else [(self.window, self.pool)]
         return [*self.window_pools.items(), *own]
 
     def make_room(self, slots: Tensor, reserve: int) -> None:
-        """Pages for `reserve` rows behind the text of these slots, and none for what is behind a window.
+        """Free the pages that left their windows, and allocate pages for `reserve` rows after the text of these slots.
 
-        A slot that gets none of the pool is stalled. Other pools have them where that has, since they need no more.
+        A slot that gets none of `pool` is stalled. The window pools suffice whenever `pool` does, since they need no
+        more pages.
         """
         self.free_behind(slots)
         for pool in self.window_pools.values():
@@ -104,8 +105,10 @@ class EngineState(SlotState):
         alloc_pages(self.pool, self.seq_lens, reserve, slots=slots, status=self.status)
 
     def make_room_for_chunks(self, slots: Tensor, ends: Tensor) -> None:
-        """Pages that these slots [R] need for the first `ends` rows of their prompts, where they did not get them when
-        they began. Where there are none rows are missing, which is found when they are to be written."""
+        """Allocate the pages that these slots [R] need for the first `ends` rows of their prompts, from window pools.
+
+        Other pools gave them when the request began. A shortage shows when the rows are written.
+        """
         if not self.sliding():
             return
         lens = self.seq_lens.clone()
@@ -114,12 +117,12 @@ class EngineState(SlotState):
             alloc_pages(pool, lens, 0, slots=slots)
 
     def free_behind(self, slots: Tensor) -> None:
-        """Take back the pages of these slots that no layer sees any more."""
+        """Free the pages of these slots that have left the window of every layer."""
         for window, pool in self.sliding():
             free_pages(pool, self.seq_lens, window=window, slots=slots, status=self.status)
 
     def give_back(self, slots: Tensor) -> None:
-        """Take back all pages of these slots."""
+        """Free all pages of these slots."""
         for pool in (*self.window_pools.values(), self.pool):
             free_pages(pool, self.no_rows, slots=slots, status=self.status)
 

@@ -111,7 +111,7 @@ class Eagle3(HeadDraft):
         num_steps: depth of drafting, 1 to 64.
         topk: branches of each step, 1 to 64; 1 drafts a chain.
         num_nodes: tree nodes verified in a round, the root included, 1 to 256. None: num_steps + 1 for a chain, else
-            48, of which an adaptive engine takes as many as pay.
+            48; an adaptive engine verifies as many of them as pay.
         sampled: draw the drafts of requests that sample, and accept or reject them as a block, instead of taking the
             likeliest: rounds of a chain (topk=1) give more tokens. One seed then gives one text for this draft alone,
             as long as the request is not retracted and rounds are not adaptive.

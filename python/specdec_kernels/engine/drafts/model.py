@@ -227,7 +227,7 @@ class ModelDraft(Draft, Idleable, Migratable, Learner, HasPools, HasWeights):
             self.backlog_features = like.new_zeros(*self.backlog_tokens.shape, width)
 
     def allocate_root_logits(self, like: Tensor) -> None:
-        """Allocate the slots' logits [Vd] at their roots, of which `like` has a row."""
+        """Allocate the slots' logits [Vd] at their roots, in the shape of a row of `like`."""
         self.root_logits = like.new_full((len(self.child_ids), like.shape[-1]), -torch.inf)
 
     def begin(self, slot: int, request: DraftRequest) -> None:

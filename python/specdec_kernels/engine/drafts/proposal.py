@@ -34,7 +34,7 @@ class Proposal(NamedTuple):
     them, and a union compares its drafts by them.
 
     Attributes:
-        drafts: candidates [B, C], of any number, of which the tree takes the best; or the tree itself. A token scored
+        drafts: candidates [B, C], of any number, from which the tree takes the best; or the tree itself. A token scored
             above -inf is one of the target's vocabulary.
         drawn_from: what the candidates of requests that sample were drawn from; None: they were chosen.
         note: anything the draft wants to find again in `extend`.
