@@ -51,7 +51,7 @@ QUOTES = f"quotes of {PASSAGE[0]} to {PASSAGE[1]}"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is measured: models, engines, sizes.
+    """Models, engines and sizes of a comparison.
 
     Attributes:
         layers: of the model, None: the shape's.

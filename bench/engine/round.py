@@ -419,7 +419,7 @@ class Weights:
 
 
 def weights(module: nn.Module, num_rows: int | None = None) -> Weights:
-    """Return the weights of all linear layers and norms, without embeddings, of which only a few rows are read.
+    """Return the weights of all linear layers and norms, without embeddings, whose reads are negligible.
 
     With `num_rows`, experts count as the elements that each row is multiplied with, and the bytes of the experts that
     the rows are expected to select if routing is uniform. None: all experts.

@@ -45,7 +45,7 @@ SCHEMA = {"type": "array", "items": {"type": "string"}}
 
 @dataclass(frozen=True)
 class Answers:
-    """What clients received of streams that they asked for at once."""
+    """Streams that clients received, all requested at once."""
 
     answers: list[dict[str, Any]]
 

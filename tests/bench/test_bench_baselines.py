@@ -1,6 +1,6 @@
-"""The adapters of other packages' kernels: what they hand over and how results are compared, with stand-ins for those.
+"""Adapters of other packages' kernels, with emulated kernels: what they pass and how results are compared.
 
-The packages themselves run where they are installed and there is a GPU: every `specdec bench` there checks them.
+On a GPU with the packages installed, every `specdec bench` checks the packages themselves.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def only(probs: Tensor, _limit: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Of one request: q [n, Hq, D], k and v [rows, Hkv, D], seen [n, rows]; out and lse [n, Hq]."""
+    """Return out and lse [n, Hq] of one request: q [n, Hq, D], k and v [rows, Hkv, D], mask `seen` [n, rows]."""
     keys, values = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("nhd,rhd->nhr", q.float(), keys) * scale
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
@@ -113,7 +113,7 @@ def paged_rows(pool: Tensor, pages: Tensor, count: int) -> Tensor:
 
 
 class PrefillWrapper:
-    """BatchPrefillWithPagedKVCacheWrapper: a mask of a bit for each query row and KV row, requests behind each other."""
+    """BatchPrefillWithPagedKVCacheWrapper: a mask bit for each query row and KV row, requests concatenated."""
 
     def __init__(self, workspace: Tensor, layout: str) -> None:
         assert workspace.numel() > 0 and layout == "NHD"
@@ -203,34 +203,34 @@ def verify_work(sampling: str) -> Work:
     return CASES["verify_tree"].make(CPU, params)
 
 
-def test_there_are_none_without_a_gpu() -> None:
+def test_baselines_are_empty_without_a_gpu() -> None:
     assert baselines.module("torch", CPU) is None
     assert [other.name for other in verify_work("greedy").others] == ["torch"]
     assert not verify_work("top_p").others
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "top_k+top_p", "top_p", "temperature"])
-def test_verify_tree(sampling: str, stand_ins: None) -> None:
+def test_sglang_baseline_of_verify_tree(sampling: str, stand_ins: None) -> None:
     work = verify_work(sampling)
     check(work)
     assert [other.name for other in work.others][-1] == ("sglang" if sampling == "greedy" else "flashinfer")
 
 
 @pytest.mark.parametrize(("nodes", "k", "others"), [(12, 4, 2), (6, 1, 2), (8, 1, 0)])
-def test_build_tree(nodes: int, k: int, others: int, stand_ins: None) -> None:
+def test_sglang_baseline_of_build_tree(nodes: int, k: int, others: int, stand_ins: None) -> None:
     """A chain of five steps has candidates for six nodes: SGLang asks for that many."""
     work = CASES["build_tree"].make(CPU, {"batch": 5, "nodes": nodes, "k": k})
     check(work)
     assert len(work.others) == others
 
 
-def test_build_tree_from_mask(stand_ins: None) -> None:
+def test_sglang_baseline_of_build_tree_from_mask(stand_ins: None) -> None:
     work = CASES["build_tree_from_mask"].make(CPU, {"batch": 5, "nodes": 12})
     check(work)
     assert len(work.others) == 1
 
 
-def test_another_tree_is_seen() -> None:
+def test_sglang_baseline_check_finds_another_tree() -> None:
     lens, parents = torch.tensor([3], dtype=torch.int32), torch.tensor([[-1, 0, 0, 1]], dtype=torch.int32)
     tree = sd.build_tree_from_parents(torch.tensor([[5, 6, 7, 8]], dtype=torch.int32), parents, lens)
 
@@ -254,7 +254,7 @@ def test_another_tree_is_seen() -> None:
     (9, 3, "same", 3),
     (9, 16, "fp8", 0),
 ])  # fmt: skip
-def test_tree_attention(nodes: int, page_size: int, kv: str, others: int, stand_ins: None) -> None:
+def test_baselines_of_tree_attention(nodes: int, page_size: int, kv: str, others: int, stand_ins: None) -> None:
     """XQA has pages of 16 and more, and none takes 8-bit KV with 16-bit queries here."""
     params = {"batch": 3, "prefix": 50, "nodes": nodes, "page_size": page_size, "lengths": "uneven", "kv": kv}
     work = CASES["tree_attention"].make(CPU, params | {"dtype": "bfloat16", "max_len": 0})
@@ -262,7 +262,7 @@ def test_tree_attention(nodes: int, page_size: int, kv: str, others: int, stand_
     assert len(work.packages) == others
 
 
-def test_a_peer_that_fails_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_that_run_leaves_out_a_failing_baseline(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise RuntimeError("no such page size")
 

@@ -21,25 +21,27 @@ def make_smallest(case: Case, device: torch.device) -> Work:
     return case.make(device, case.smallest(device))
 
 
-def test_every_op_has_a_case() -> None:
+def test_cases_cover_every_op() -> None:
     missing = [op for op in public_ops() if native_halves(op) and op not in CASES]
     assert not missing
 
 
 @every_case
-def test_smallest_size_passes_its_check(device: torch.device, case: Case) -> None:
+def test_case_passes_its_check_at_the_smallest_size(device: torch.device, case: Case) -> None:
     check(make_smallest(case, device))
 
 
 @every_case
-def test_check_sees_an_op_that_did_nothing(device: torch.device, case: Case) -> None:
+def test_case_check_fails_if_the_op_did_nothing(device: torch.device, case: Case) -> None:
     work = make_smallest(case, device)
     with pytest.raises(WrongResult):
         work.check()
 
 
 @every_case
-def test_smallest_size_is_measured(device: torch.device, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_is_measured_at_the_smallest_size(
+    device: torch.device, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if device.type not in case.devices:
         pytest.skip("no such half")
     monkeypatch.setattr(timing, "MAX_SECONDS", 0.01)

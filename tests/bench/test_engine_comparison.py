@@ -156,7 +156,7 @@ def test_sglang_runner_passes_options(name: str, ngram: str, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "sglang", stub)
     monkeypatch.setenv("SPECDEC_SGLANG", "")
     job = engines.Job(name, "tree", "target", "head", "cuda", "bfloat16", 64, [[[[[1]] * 4]]], 2, 8, 1)
-    for algorithm, told in (
+    for algorithm, expected in (
         ("plain", {}),
         ("tree", {"algorithm": "EAGLE3", "draft_model_path": "head", "num_steps": 5, "eagle_topk": 10, "num_draft_tokens": 32}),
         ("ngram", {"algorithm": ngram, "num_draft_tokens": 12}),
@@ -165,7 +165,7 @@ def test_sglang_runner_passes_options(name: str, ngram: str, monkeypatch: pytest
             job, engines.ALGORITHMS[algorithm]
         )
         drafting = {key: value for key, value in started[-1].items() if key.startswith("speculative_")}
-        assert drafting == {f"speculative_{key}": value for key, value in told.items()}
+        assert drafting == {f"speculative_{key}": value for key, value in expected.items()}
         assert started[-1]["max_running_requests"] == 5  # one that is read in chunks counts twice
 
 
@@ -251,14 +251,14 @@ def test_write_eagle3_uses_the_published_format(tmp_path: Path) -> None:
     text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
     target = synthetic_causal_lm(config, text, device=CPU, dtype=torch.float32)
     engine_comparison.write_eagle3(synthetic_eagle3(target, text, PublishedAcceptance("chat")), tmp_path)
-    tensors, told = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
     assert {"fc.weight", "norm.weight", "lm_head.weight", "midlayer.self_attn.q_proj.weight"} < tensors.keys()
     assert not any(name.startswith("embed_tokens") for name in tensors)
     ids = torch.arange(1024) + tensors["d2t"]
     assert torch.equal(ids, text.draft_ids) and torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
-    left = told["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    assert told["eagle_aux_hidden_state_layer_ids"] == [layer + 1 for layer in left]
-    assert told["draft_vocab_size"] == 1024 and told["architectures"] == ["LlamaForCausalLMEagle3"]
+    left = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [layer + 1 for layer in left]
+    assert config["draft_vocab_size"] == 1024 and config["architectures"] == ["LlamaForCausalLMEagle3"]
 
 
 @pytest.mark.parametrize(
@@ -328,10 +328,10 @@ def test_bench_engines_runs_two_together(tmp_path: Path) -> None:
 
 def test_how_installed_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
-    for url, told in (
+    for url, expected in (
         ("file:///home/me/wheels/engine-1.0%2Bcu13-py3-none-any.whl", "engine-1.0+cu13-py3-none-any.whl"),
         ("https://example.org/engine.whl", "https://example.org/engine.whl"),
     ):
         found = types.SimpleNamespace(read_text=lambda name, url=url: json.dumps({"url": url}))
         monkeypatch.setattr("importlib.metadata.distribution", lambda package, found=found: found)
-        assert engines.how_installed("engine") == told
+        assert engines.how_installed("engine") == expected

@@ -99,7 +99,6 @@ ALIASES = [
     ("tune m --draft=d", "--nodes=8", "--speculative-num-draft-tokens=8"),
     ("tune m --draft=d", "--kv-dtype=fp8_e4m3", "--kv-cache-dtype=fp8_e4m3"),
     ("bench moe_route", "--taken=8", "--top-k=8"),
-    ("bench ngram-replay f", "--peers", "--baselines"),
 ]
 
 
@@ -767,7 +766,7 @@ def test_report_of_rounds_has_a_chart_and_repeats(tmp_path: Path) -> None:
 
 
 def test_report_compares_adaptive_with_plain_and_best_fixed() -> None:
-    """Beside plain decoding and the best fixed draft of each acceptance; of each acceptance a table of its own."""
+    """One table with plain decoding and the best fixed draft, then a table for each acceptance."""
     results = [
         *rounds("none", {1: 200.0, 4: 800.0}),
         *rounds("chain", {1: 500.0, 4: 1900.0}),

@@ -89,7 +89,7 @@ def healthy(prompts: Path) -> float:
         return measure(Eagle3(HEAD, num_steps=3, topk=1), 3, engine.target, recorded).accept_length
 
 
-def test_no_fault(diagnosed: Any, healthy: float) -> None:
+def test_doctor_finds_nothing_in_a_healthy_head(diagnosed: Any, healthy: float) -> None:
     code, found = diagnosed(TARGET, HEAD)
     assert code == 0 and found["cause"] is None
     assert found["as_is"]["accept_length"] == healthy
@@ -100,7 +100,7 @@ def test_no_fault(diagnosed: Any, healthy: float) -> None:
     assert tried == {"feature layers", "position offset", "norm", "template", "vocabulary map"}
 
 
-def test_feature_layers(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
+def test_doctor_finds_wrong_feature_layers(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     """Named by what leaves them where they are read as what enters them: each is one higher."""
     head = copy_of(HEAD, tmp_path / "head")
     configured(head, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
@@ -111,7 +111,7 @@ def test_feature_layers(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
 
 
 class LateFeatures(Eagle3):
-    """Pairs each token with the state of the token itself, of which a draft knows nothing: one too late."""
+    """A draft that pairs each token with its own state, one too late: drafting has only the state before it."""
 
     def prefill(self, prefill: Any, features: Tensor | None) -> None:
         assert features is not None
@@ -122,7 +122,7 @@ class LateFeatures(Eagle3):
         super().extend(slots, committed, proposal, torch.cat([features[1:], features[-1:]]))
 
 
-def test_position_offset(diagnosed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_finds_a_position_offset(diagnosed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No head's tensors hold this: it is between the rows of a draft and those of the target."""
     for module in (doctor_examine, doctor_shifts):
         monkeypatch.setattr(module, "draft_class", lambda algorithm: LateFeatures)
@@ -132,7 +132,7 @@ def test_position_offset(diagnosed: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("by", [1, -1])
-def test_queries_are_rotated_back(tmp_path: Path, by: int) -> None:
+def test_rotated_queries_undo_a_rotation(tmp_path: Path, by: int) -> None:
     """A shift of queries against keys by one position undoes itself, and is another head until then."""
     head = Head(HEAD, "EAGLE3", 5, tmp_path)
     there = rotated_queries(head, by)
@@ -146,7 +146,7 @@ def test_queries_are_rotated_back(tmp_path: Path, by: int) -> None:
     assert (there[name].float() - original).abs().max() > 0.5 * original.abs().max()
 
 
-def test_norm(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
+def test_doctor_finds_a_wrong_norm(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     """Weights stored less one, as one family of models has them."""
     head = copy_of(HEAD, tmp_path / "head")
     rewritten(head, lambda t: t.update({name: t[name] - 1 for name in t if name.endswith("norm.weight")}))
@@ -155,7 +155,7 @@ def test_norm(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     assert found["shifts"][0]["change"] == "weights were stored less one" and as_healthy(found, healthy)
 
 
-def test_norms_of_every_name(tmp_path: Path) -> None:
+def test_norm_shifts_find_norms_of_every_name(tmp_path: Path) -> None:
     """A copy has the original's tensors but for the norms, those of each feature layer among them."""
     head = copy_of(HEAD, tmp_path / "head")
     rewritten(head, lambda t: t.update({f"fc_norm.{i}.weight": torch.rand(4) for i in range(2)}))
@@ -171,7 +171,7 @@ def test_norms_of_every_name(tmp_path: Path) -> None:
     assert all(torch.equal(after[name], before[name] + 1) for name in changed)
 
 
-def test_template(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
+def test_doctor_finds_a_wrong_template(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     """A template whose separator the tokenizer knows byte by byte, in an order that the target never saw."""
     target = copy_of(TARGET, tmp_path / "target")
     separator = 4 * unicodedata.lookup("FULLWIDTH VERTICAL LINE")
@@ -182,7 +182,7 @@ def test_template(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     assert found["shifts"][0]["change"] == "without the chat template" and as_healthy(found, healthy)
 
 
-def test_vocabulary_map_that_is_refused(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
+def test_doctor_finds_a_refused_vocabulary_map(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     head = copy_of(HEAD, tmp_path / "head")
     rewritten(head, lambda t: t.update(d2t=t["d2t"] + torch.arange(len(t["d2t"]))))
     code, found = diagnosed(TARGET, head)
@@ -191,7 +191,7 @@ def test_vocabulary_map_that_is_refused(diagnosed: Any, tmp_path: Path, healthy:
     assert found["refusal"].startswith("EAGLE-3 head: d2t leads to token")
 
 
-def test_vocabulary_map_that_loads(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
+def test_doctor_finds_a_wrong_vocabulary_map(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     head = copy_of(HEAD, tmp_path / "head")
     rewritten(head, lambda t: t.update(d2t=torch.zeros_like(t["d2t"])))
     code, found = diagnosed(TARGET, head)
@@ -199,7 +199,7 @@ def test_vocabulary_map_that_loads(diagnosed: Any, tmp_path: Path, healthy: floa
     assert found["shifts"][0]["change"] == "the tokens that t2d marks, in order" and as_healthy(found, healthy)
 
 
-def test_kv_dtype(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
+def test_doctor_finds_wrong_kv_scales(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     """The checkpoint's scales of 8-bit KV are far too small: most numbers are cut off at the largest there is."""
     target = copy_of(TARGET, tmp_path / "target")
     scales = {f"model.layers.{i}.self_attn.{kind}_scale": torch.tensor(1e-3) for i in range(4) for kind in "kv"}
@@ -212,7 +212,7 @@ def test_kv_dtype(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     assert without["accept_length"] == pytest.approx(healthy, rel=1e-6)
 
 
-def test_an_engine_accepts_what_the_table_says() -> None:
+def test_measure_predicts_the_engines_accept_length() -> None:
     """Rounds of a chain begun where the last one ended: those of an engine, one for one."""
     with Engine(TARGET, draft=Recorder((1, 2, 3)), adaptive=False, device="cpu") as engine:
         prompts = held_out("code")[20:26]
@@ -240,14 +240,14 @@ def standalone(tmp_path: Path) -> Path:
     return draft
 
 
-def test_standalone_of_another_vocabulary(diagnosed: Any, standalone: Path) -> None:
+def test_doctor_finds_a_standalone_with_another_vocabulary(diagnosed: Any, standalone: Path) -> None:
     code, found = diagnosed(TARGET, standalone)
     assert (code, found["algorithm"], found["cause"]) == (1, "STANDALONE", "vocabulary map")
     assert found["shifts"][0]["change"] == "tokens by their text"
     assert found["shifts"][0]["accept_length"] == pytest.approx(4, abs=0.05)  # as if the target drafted for itself
 
 
-def test_eagle_head_that_nothing_restores(diagnosed: Any, tmp_path: Path) -> None:
+def test_doctor_reports_a_head_that_no_change_restores(diagnosed: Any, tmp_path: Path) -> None:
     """A head that was never trained, with an embedding of its own."""
     config = json.loads((HEAD / "config.json").read_text())
     head = tmp_path / "head"
@@ -262,7 +262,9 @@ def test_eagle_head_that_nothing_restores(diagnosed: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("columns", ["80", "200"])
-def test_terminal_and_pipe(prompts: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+def test_doctor_prints_to_terminal_and_pipe(
+    prompts: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
     """No line is longer than the terminal, and every number stands there whole; a pipe gets plain text."""
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("TTY_COMPATIBLE", "1" if columns == "80" else "0")
@@ -278,7 +280,7 @@ def test_terminal_and_pipe(prompts: Path, capsys: Capture, monkeypatch: pytest.M
     assert out.rstrip().endswith("%.")
 
 
-def test_chance_is_no_cause() -> None:
+def test_compared_does_not_call_chance_a_cause() -> None:
     """A gain that a few prompts make, and one that all do; a gain that is certain but small."""
     one = Shift("norm", "off", "")
     as_is = Acceptance([10] * 8, [20] * 8, [0], [0])
@@ -290,7 +292,7 @@ def test_chance_is_no_cause() -> None:
     assert small.low == small.high == pytest.approx(0.04)
 
 
-def test_rounds_are_walked_and_depths_counted() -> None:
+def test_count_walks_rounds_and_counts_depths() -> None:
     """Roots 0, 3, 4 and 6 begin rounds; by depth all seven count."""
     acceptance = Acceptance([], [], [0, 0], [0, 0])
     count([2, 0, 1, 0, 1, 2, 2], acceptance)
@@ -309,7 +311,7 @@ def test_rounds_are_walked_and_depths_counted() -> None:
          "(Eagle3 drafts with it)"),
     ],
 )  # fmt: skip
-def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
+def test_doctor_refuses_bad_flags(capsys: Capture, arguments: list[str], message: str) -> None:
     assert (
         cli.main(["doctor", str(TARGET), "--speculative-draft-model-path", str(HEAD), "--device", "cpu", *arguments])
         == 2
@@ -318,7 +320,7 @@ def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
     assert (captured.out, captured.err) == ("", f"specdec doctor: {message}\n")
 
 
-def test_too_few_prompts(capsys: Capture, tmp_path: Path) -> None:
+def test_doctor_refuses_too_few_prompts(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\ntwo\n")
     assert cli.main(["doctor", str(TARGET), "--speculative-draft-model-path", str(HEAD), "--prompts", str(file)]) == 2
@@ -326,7 +328,7 @@ def test_too_few_prompts(capsys: Capture, tmp_path: Path) -> None:
     assert capsys.readouterr().err == f"specdec doctor: {expected}\n"
 
 
-def test_prompts_of_files(tmp_path: Path) -> None:
+def test_read_prompts_of_files(tmp_path: Path) -> None:
     text, lines, empty, bad = (tmp_path / name for name in ("a.txt", "b.jsonl", "c.txt", "d.jsonl"))
     text.write_text("first\nstill first\n\n\nsecond\n")
     messages = [{"role": "user", "content": "hi"}]

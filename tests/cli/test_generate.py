@@ -24,7 +24,7 @@ def generate(*arguments: str) -> int:
     return cli.main(["generate", "--device", "cpu", *arguments])
 
 
-def test_default_run_into_a_pipe(capsys: Capture) -> None:
+def test_generate_prints_plain_text_into_a_pipe(capsys: Capture) -> None:
     assert generate("--max-new-tokens", "24") == 0
     captured = capsys.readouterr()
     assert captured.out.startswith(DEFAULT_PROMPT)
@@ -33,7 +33,7 @@ def test_default_run_into_a_pipe(capsys: Capture) -> None:
         assert word in captured.out
 
 
-def test_no_run_drafts_from_what_another_said(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_runs_do_not_draft_from_each_other(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated, for its time, a run is the one that is shown: the index does not know its text already."""
     accepted = []
     for most in (1, 4):
@@ -44,7 +44,7 @@ def test_no_run_drafts_from_what_another_said(capsys: Capture, monkeypatch: pyte
     assert accepted[0] == accepted[1]
 
 
-def test_sampling(capsys: Capture) -> None:
+def test_generate_samples_reproducibly_from_a_seed(capsys: Capture) -> None:
     """Both runs draw with one seed, so their texts are the same; that seed, printed, repeats them."""
     sampled = ["--max-new-tokens", "24", "--temperature", "1.1", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01"]
     assert generate(*sampled) == 0
@@ -55,7 +55,7 @@ def test_sampling(capsys: Capture) -> None:
     assert capsys.readouterr().out.partition("\n\ngreen:")[0] == first.partition("\n\ngreen:")[0]
 
 
-def test_a_trace_of_the_rounds(capsys: Capture, tmp_path: Path) -> None:
+def test_generate_writes_a_trace(capsys: Capture, tmp_path: Path) -> None:
     trace = ["--trace", str(tmp_path / "t.json")]
     fixed = ["--no-speculative-adaptive", "--speculative-num-draft-tokens", "6"]
     assert generate(*fixed, *trace, "--no-compare", "--disable-cuda-graph", "--max-new-tokens", "9") == 0
@@ -65,7 +65,7 @@ def test_a_trace_of_the_rounds(capsys: Capture, tmp_path: Path) -> None:
     assert {event["args"]["nodes"] for event in events if event["name"] == "round"} == {6}
 
 
-def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_does_not_break_text_on_a_narrow_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = "def f(" + ", ".join(f"argument_{i}" for i in range(20)) + "):\n    return"
     texts = []
     for columns in ("40", "200"):
@@ -106,14 +106,14 @@ def test_a_narrow_terminal_breaks_no_text(capsys: Capture, monkeypatch: pytest.M
         (["--mem-fraction-static", "0.5"], "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
     ],
 )
-def test_refusals_are_one_line(capsys: Capture, arguments: list[str], message: str) -> None:
+def test_generate_refuses_in_one_line(capsys: Capture, arguments: list[str], message: str) -> None:
     assert generate(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.err == f"specdec generate: {message}\n"
 
 
-def test_a_corpus_is_drafted_from(tmp_path: Path) -> None:
-    """What the model says anyway, known from the start."""
+def test_draft_of_ngram_indexes_a_corpus(tmp_path: Path) -> None:
+    """A corpus with the model's own text makes it accept more."""
     plain = Engine(tiny_model("target"), draft=Ngram(), adaptive=False, max_len=200, device="cpu")
     budget = SamplingParams(max_new_tokens=60)
     (want,) = plain.generate(DEFAULT_PROMPT, budget)
@@ -127,7 +127,7 @@ def test_a_corpus_is_drafted_from(tmp_path: Path) -> None:
     assert got.stats.accept_length > 2 * want.stats.accept_length
 
 
-def test_a_corpus_must_be_text(capsys: Capture, tmp_path: Path) -> None:
+def test_generate_refuses_a_corpus_that_is_no_text(capsys: Capture, tmp_path: Path) -> None:
     corpus = tmp_path / "image"
     corpus.write_bytes(b"\xff\xfe\x00")
     assert generate("--speculative-algorithm", "NGRAM", "--speculative-ngram-corpus", str(corpus)) == 2
@@ -135,7 +135,7 @@ def test_a_corpus_must_be_text(capsys: Capture, tmp_path: Path) -> None:
     assert capsys.readouterr().err == message
 
 
-def test_a_model_without_a_tokenizer(capsys: Capture, tmp_path: Path) -> None:
+def test_generate_refuses_a_model_without_a_tokenizer(capsys: Capture, tmp_path: Path) -> None:
     folder = save_random_model(tmp_path, "llama")
     capsys.readouterr()
     assert generate("hello", "--model-path", str(folder)) == 2
@@ -143,7 +143,7 @@ def test_a_model_without_a_tokenizer(capsys: Capture, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--foo"], ["--speculative-algorithm", "MAGIC"], ["--dtype", "int8"]])
-def test_wrong_flags(capsys: Capture, flags: list[str]) -> None:
+def test_generate_rejects_wrong_flags(capsys: Capture, flags: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         generate(*flags)
     assert stop.value.code == 2
@@ -170,11 +170,11 @@ def printed(text: bytes, rounds: list[int]) -> str:
 
 
 @pytest.mark.parametrize("rounds", [[1] * 13, [13], [2, 5, 4, 2], [3, 3, 7]])
-def test_characters_split_between_tokens_stay_whole(rounds: list[int]) -> None:
+def test_printer_joins_characters_split_between_tokens(rounds: list[int]) -> None:
     text = "a€b😀ñ[x]"
     assert len(text.encode()) == sum(rounds) + 1
     assert printed(text.encode(), [*rounds, 1]) == text + "\n\n"
 
 
-def test_a_character_that_never_ends_is_shown_at_the_end() -> None:
+def test_printer_prints_an_incomplete_character_at_the_end() -> None:
     assert printed("a€".encode()[:-1], [1, 1, 1]) == "a\N{REPLACEMENT CHARACTER}\n\n"

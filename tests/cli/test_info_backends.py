@@ -1,4 +1,4 @@
-"""What `specdec info MODEL` says of a model is what an engine has."""
+"""`specdec info MODEL` reports what an engine of the model has."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def saved(folder: Path, model_type: str, **more: Any) -> Path:
         ("gptq", "qwen3", "kept in 4 bits", Int4Weight),
     ],
 )
-def test_products(name: str, model_type: str, products: str, kind: type, tmp_path: Path) -> None:
+def test_info_names_the_dtypes_of_linears(
+    name: str, model_type: str, products: str, kind: type, tmp_path: Path
+) -> None:
     way, target = opened(write_model(tmp_path, name, model_type)[0])
     assert way.products == products and way.experts is None
     parts = [part for layer in target.decoder.layers for part in (layer.attention.qkv, layer.feed_forward.down)]
@@ -56,7 +58,7 @@ def test_products(name: str, model_type: str, products: str, kind: type, tmp_pat
     ("name", "experts"),
     [("fp8 rows", "4, kept in 8 bits, rows rounded each"), ("awq", "4, widened to the engine's dtype")],
 )
-def test_quantised_experts(name: str, experts: str, tmp_path: Path) -> None:
+def test_info_names_quantized_experts(name: str, experts: str, tmp_path: Path) -> None:
     way, target = opened(write_model(tmp_path, name, "qwen3_moe", **EXPERTS)[0])
     assert way.experts == experts
     parts = [layer.feed_forward for layer in target.decoder.layers]
@@ -78,7 +80,7 @@ def test_quantised_experts(name: str, experts: str, tmp_path: Path) -> None:
         ("gpt2", {}, "as its modules ask"),
     ],
 )
-def test_windows(model_type: str, more: dict[str, Any], windows: str, tmp_path: Path) -> None:
+def test_info_names_sliding_windows(model_type: str, more: dict[str, Any], windows: str, tmp_path: Path) -> None:
     way, target = opened(saved(tmp_path, model_type, **more))
     assert way.windows == windows
     said = {f"the last {group.shape.window} rows" for group in target.pools.groups if group.shape.window is not None}
@@ -89,7 +91,7 @@ def test_windows(model_type: str, more: dict[str, Any], windows: str, tmp_path: 
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "nanochat"])
-def test_features(model_type: str, tmp_path: Path) -> None:
+def test_info_names_feature_layers(model_type: str, tmp_path: Path) -> None:
     """Any layer that is said to have them gives them."""
     folder = saved(tmp_path, model_type, **NATIVE)
     count = 4
@@ -104,7 +106,7 @@ def test_features(model_type: str, tmp_path: Path) -> None:
     assert len(layers) == count
 
 
-def test_dense_parts_share_a_dtype(tmp_path: Path) -> None:
+def test_info_agrees_on_the_dtype_of_dense_parts(tmp_path: Path) -> None:
     way, target = opened(saved(tmp_path, "llama", **NATIVE))
     assert way.layers == "native" and way.rounds == "captured as CUDA graphs"
     for layer in target.decoder.layers:

@@ -35,12 +35,12 @@ def model_of(logits: Tensor, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-def test_texts_that_are_the_same() -> None:
+def test_difference_of_equal_texts_is_none() -> None:
     assert difference(None, [1], ([2, 3], [2, 3]), GREEDY) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_margin_is_that_of_the_worse_of_both(dtype: torch.dtype) -> None:
+def test_difference_takes_the_larger_margin(dtype: torch.dtype) -> None:
     limit = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.4}[dtype]
     logits = torch.tensor([0.0, 5.0, 5.0 - 0.9 * limit, 5.0 - 1.1 * limit])
     model = model_of(logits, dtype)
@@ -53,32 +53,32 @@ def test_the_margin_is_that_of_the_worse_of_both(dtype: torch.dtype) -> None:
         assert far is not None and not far.is_near_tie
 
 
-def test_a_text_that_ends_early_is_no_near_tie() -> None:
+def test_difference_of_a_shorter_text_is_no_near_tie() -> None:
     parted = difference(model_of(torch.zeros(4)), [1], ([2, 3], [2, 3, 3]), GREEDY)
     assert parted is not None and parted.at == 2 and parted.margin == math.inf and not parted.is_near_tie
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 30, "top_p": 0.8}])
-def test_the_distribution_is_that_of_the_reference(filters: dict[str, Any]) -> None:
+def test_likeliest_equals_the_reference(filters: dict[str, Any]) -> None:
     logits = 2 * torch.randn(200, dtype=torch.float64)
     sampling = SamplingParams(temperature=0.8, **filters)
     torch.testing.assert_close(likeliest(logits, sampling, 0.0), filtered(logits, 0.8, **filters))
 
 
-def test_a_draw_between_two_tokens() -> None:
+def test_difference_of_sampled_tokens_near_a_boundary() -> None:
     seed, prompt, text = 11, [4, 4, 4], [8, 8]
-    u = uniform(seed, 5)  # where the token that differs stands
+    u = uniform(seed, 5)  # at the token that differs
     sampling = SamplingParams(temperature=1.0, seed=seed)
-    for beside, near in ((1e-5, True), (0.01, False)):
-        p = torch.tensor([u - beside, beside, 0.5 * (1 - u), 0.5 * (1 - u)], dtype=torch.float64)
-        for other in (0, 1):  # the number is where token 2 begins, just behind token 1
+    for gap, near in ((1e-5, True), (0.01, False)):
+        p = torch.tensor([u - gap, gap, 0.5 * (1 - u), 0.5 * (1 - u)], dtype=torch.float64)
+        for other in (0, 1):  # the number is where token 2 begins, right after token 1
             parted = difference(model_of(p.log()), prompt, ([*text, 2], [*text, other]), sampling)
             assert parted is not None and parted.at == 2
             assert parted.is_near_tie == (near or other == 1)
 
 
-def test_drawn_tokens_have_no_margin() -> None:
-    """Of what an engine draws, the distance to the number is 0, wherever it stands: so seeds and positions are right."""
+def test_difference_of_sampled_tokens_has_no_margin() -> None:
+    """The distance of an engine's token to its random number is 0 at any position: seeds and positions are right."""
     engine = Engine(tiny_model("target"), max_len=256, device="cpu")
     sampling = SamplingParams(24, temperature=1.1, top_k=40, top_p=0.95, min_p=0.01, seed=5, ignore_eos=True)
     prompt = held_out("code")[0]
@@ -97,7 +97,9 @@ def test_drawn_tokens_have_no_margin() -> None:
     assert sum(margin > 0.01 for margin in margins) > 12
 
 
-def test_an_error_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_reports_a_difference_that_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     generate = Engine.generate
 
     def wrong(self: Engine, *arguments: Any, **options: Any) -> list[RequestOutput]:
@@ -114,7 +116,7 @@ def test_an_error_is_called_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "near-tie" not in out
 
 
-def test_the_margin_is_of_the_logits_as_the_request_wants_them() -> None:
+def test_difference_uses_edited_logits() -> None:
     model = model_of(torch.tensor([0.0, 5.0, 4.0, 3.0]))
     sampling = SamplingParams(presence_penalty=0.5, repetition_penalty=2.0, logit_bias={2: -2.0})
     parted = difference(model, [3], ([1, 2], [1, 3]), sampling)  # 1 and 3 are repeated, 1 was generated

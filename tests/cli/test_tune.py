@@ -1,4 +1,4 @@
-"""`specdec tune`: what it tries, what it makes of the measurements, and how it ends."""
+"""`specdec tune`: what it measures, recommends and writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def row(options: Options, batch: int, speed: float) -> Row:
 PLAIN, CHAIN, TREE = Options(0, 1, 1), Options(3, 1, 4), Options(3, 4, 16)
 
 
-def test_chains_and_trees_that_can_be() -> None:
+def test_options_of_lists_chains_and_trees_that_can_be_filled() -> None:
     """A tree has more nodes than a chain of its depth, and no more than its branches make."""
     assert options_of([1, 3], [1, 4], [4, 8, 64]) == [
         PLAIN, Options(1, 1, 2), CHAIN, Options(1, 4, 4), Options(3, 4, 8)
@@ -37,8 +37,8 @@ def test_chains_and_trees_that_can_be() -> None:
     assert Options(3, 4, 37) in options_of([3], [4], [37]) and options_of([3], [4], [38]) == [PLAIN]
 
 
-def test_every_batch_counts_alike() -> None:
-    """Twice as fast at batch 1 is worth twice as fast at batch 32, however many tokens that is."""
+def test_measured_recommends_by_the_geometric_mean() -> None:
+    """Twice as fast counts the same at batch 1 and 32, however many tokens that is."""
     rows = [row(PLAIN, 1, 10), row(CHAIN, 1, 40), row(TREE, 1, 60), row(PLAIN, 32, 1000), row(CHAIN, 32, 900)]
     both = Measured("m", "d", "EAGLE3", [*rows, row(TREE, 32, 500)], True)
     assert both.recommended == CHAIN  # 40 * 900 is more than 60 * 500 and 10 * 1000
@@ -50,8 +50,8 @@ def test_every_batch_counts_alike() -> None:
     assert Measured("m", "d", "EAGLE3", slow, True).facts()["recommended"] is None
 
 
-def test_accept_length_is_the_engines() -> None:
-    """Two waves of two, with a prompt again where there are no more."""
+def test_timed_measures_the_engines_accept_length() -> None:
+    """Two waves of two, in which a prompt repeats."""
     prompts = held_out("code")[:3]
     with Engine(TARGET, draft=Eagle3(HEAD, **CHAIN._asdict()), adaptive=False, num_slots=2, device="cpu") as engine:
         found = timed(engine, CHAIN, 2, prompts, 12)
@@ -84,7 +84,7 @@ def tuned(tmp_path: Path, capsys: Capture) -> tuple[Path, str]:
     return out, capsys.readouterr().out
 
 
-def test_table_bars_and_file(tuned: tuple[Path, str]) -> None:
+def test_tune_prints_a_table_and_writes_a_file(tuned: tuple[Path, str]) -> None:
     file, shown = tuned
     facts: dict[str, Any] = json.loads(file.read_text())
     assert (facts["schema"], facts["model"], facts["draft"], facts["algorithm"]) == (SCHEMA, TARGET, HEAD, "EAGLE3")
@@ -96,7 +96,7 @@ def test_table_bars_and_file(tuned: tuple[Path, str]) -> None:
     assert shown.count(" *\n") == 2 and "\033" not in shown and max(map(len, shown.splitlines())) <= 120
 
 
-def test_generate_and_bench_take_the_file(tuned: tuple[Path, str], capsys: Capture) -> None:
+def test_tuning_file_sets_drafting_of_generate_and_bench(tuned: tuple[Path, str], capsys: Capture) -> None:
     file, _ = tuned
     facts = json.loads(file.read_text())
     facts["recommended"] = {"num_steps": 2, "topk": 1, "num_nodes": 3}
@@ -112,8 +112,8 @@ def test_generate_and_bench_take_the_file(tuned: tuple[Path, str], capsys: Captu
     assert "chain (1, 1, 3)" in capsys.readouterr().out
 
 
-def test_what_serves_and_talks_takes_its_target_too(tuned: tuple[Path, str]) -> None:
-    """With its own chat template; flags beside it win."""
+def test_tuning_file_sets_the_target_of_serve_and_chat(tuned: tuple[Path, str]) -> None:
+    """With its own chat template; other flags override the file."""
     file, _ = tuned
     best = {"num_steps": 2, "topk": 1, "num_nodes": 3}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"recommended": best}))
@@ -126,7 +126,7 @@ def test_what_serves_and_talks_takes_its_target_too(tuned: tuple[Path, str]) -> 
     assert (other.model, other.algorithm) == ("another", "NGRAM")
 
 
-def test_nothing_recommended_is_plain_decoding(tuned: tuple[Path, str], capsys: Capture) -> None:
+def test_tuning_file_without_recommendation_is_plain_decoding(tuned: tuple[Path, str], capsys: Capture) -> None:
     file, _ = tuned
     file.write_text(json.dumps(json.loads(file.read_text()) | {"recommended": None}))
     options = ["--tuning", str(file), "--max-new-tokens", "5", "--device", "cpu"]
@@ -135,7 +135,9 @@ def test_nothing_recommended_is_plain_decoding(tuned: tuple[Path, str], capsys: 
     assert "plain" in out and "EAGLE3" not in out and "NGRAM" not in out
 
 
-def test_an_interrupt_keeps_what_there_is(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_keeps_measurements_after_an_interrupt(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(engine: Engine, options: Options, batch: int, *rest: object) -> Row:
         if batch == 2:
             raise KeyboardInterrupt
@@ -149,7 +151,7 @@ def test_an_interrupt_keeps_what_there_is(tmp_path: Path, capsys: Capture, monke
     assert capsys.readouterr().out.startswith("Not all was measured: interrupted, or out of time (--seconds).")
 
 
-def test_what_the_recommended_draft_has_learnt_goes_with_it(
+def test_tuning_file_has_the_recommended_drafts_calibration(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fast(engine: Engine, options: Options, batch: int, prompts: list[list[int]], *rest: object) -> Row:
@@ -181,7 +183,7 @@ def test_what_the_recommended_draft_has_learnt_goes_with_it(
     )
 
 
-def test_what_an_engine_gives_is_taken_without_options(tmp_path: Path, capsys: Capture) -> None:
+def test_tuning_of_an_engine_needs_no_options(tmp_path: Path, capsys: Capture) -> None:
     with Engine(TARGET, draft=Eagle3(HEAD, topk=1), num_slots=1, device="cpu") as engine:
         engine.generate("import os", SamplingParams(16, ignore_eos=True))
         tuning = engine.tuning
@@ -193,7 +195,7 @@ def test_what_an_engine_gives_is_taken_without_options(tmp_path: Path, capsys: C
     assert "EAGLE3" in capsys.readouterr().out
 
 
-def test_nothing_begins_when_time_is_out(capsys: Capture, tmp_path: Path) -> None:
+def test_tune_measures_nothing_after_the_time_limit(capsys: Capture, tmp_path: Path) -> None:
     assert cli.main(["tune", TARGET, "--speculative-draft-model-path", HEAD, *SMALL, "--seconds", "0"]) == 1
     assert capsys.readouterr().err == "specdec tune: nothing was measured within --seconds\n"
 
@@ -211,12 +213,12 @@ def test_nothing_begins_when_time_is_out(capsys: Capture, tmp_path: Path) -> Non
         (["--max-new-tokens", "1"], "--max-new-tokens is 1, expected at least 2"),
     ],
 )
-def test_refusals(capsys: Capture, arguments: list[str], message: str) -> None:
+def test_tune_refuses_bad_flags(capsys: Capture, arguments: list[str], message: str) -> None:
     assert cli.main(["tune", TARGET, "--speculative-draft-model-path", HEAD, *arguments]) == 2
     assert capsys.readouterr().err == f"specdec tune: {message}\n"
 
 
-def test_a_file_that_is_no_tuning(capsys: Capture, tmp_path: Path) -> None:
+def test_tuning_file_of_another_schema_is_refused(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     file.write_text('{"schema": 0}')
     message = f"--tuning is {file} of schema 0, expected schema 1\n"

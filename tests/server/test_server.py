@@ -932,7 +932,7 @@ def test_the_time_to_end_in_is_over(server: Running) -> None:
     ("arguments", "message"),
     [
         (["--drain-seconds", "-1"], "--drain-seconds is -1, expected at least 0"),
-        (["/a", "--model-path", "/b"], "--model-path is /b, expected none beside /a"),
+        (["/a", "--model-path", "/b"], "--model-path is /b, expected none with /a"),
         (["/nowhere"], "Engine: model is /nowhere, expected an existing folder or a hub id"),
         (["--chat-template", "/nowhere"], "[Errno 2] No such file or directory: '/nowhere'"),
         (["--max-n", "0"], "--max-n is 0, expected at least 1"),

@@ -58,7 +58,7 @@ class Runner:
             **drafting,
             **self.options,
         )
-        # N-gram rounds without drafts are not counted: accepted drafts tell how many rounds there were.
+        # N-gram rounds without drafts are not counted: the number of rounds follows from accepted drafts.
         self.counter = None if not drafting else ACCEPTED if algorithm.ngram else DRAFTS
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated:

@@ -55,7 +55,7 @@ def model_of(args: argparse.Namespace, *, required: bool = False) -> str | None:
         ValueError: given twice, or not at all where it is required.
     """
     if args.model is not None and args.model_path is not None:
-        raise ValueError(f"--model-path is {args.model_path}, expected none beside {args.model}")
+        raise ValueError(f"--model-path is {args.model_path}, expected none with {args.model}")
     model: str | None = args.model or args.model_path
     if model is None and required:
         raise ValueError("--model-path is missing, expected a folder or hub id")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..arguments import CommandParser, add_flag, at_least, integers
+from ..arguments import CommandParser, at_least, integers
 from ..optional_dependencies import require
 from ..progress import progress
 from .output import add_json, load, refuse, refuse_files, show
@@ -20,7 +20,7 @@ requests: the first tokens of each are the prompt, and what follows is the targe
 
 workloads:
   cold    the index starts empty
-  warm    it starts with so many tokens of the other documents (--warm)
+  warm    it starts with N tokens of the other documents (--warm N)
   edit    the prompt is the document with about every 40th token edited, and the output is the document
 
   specdec bench ngram-replay tokens.npy
@@ -34,7 +34,7 @@ def add_command(bench: CommandParser) -> None:
     parser = bench.add_command(
         "ngram-replay",
         description="Replay a text against the n-gram index and print how many drafts are accepted per lookup.",
-        epilog=EPILOG.replace("so many tokens", "N tokens"),
+        epilog=EPILOG,
     )
     parser.add_argument("file", type=Path, help="token file, text file or folder")
     parser.add_argument("--suffix", default="", help="suffix of the files to read in a folder (all)")
@@ -67,7 +67,7 @@ def add_command(bench: CommandParser) -> None:
         help="factor on the weight of a match for each newer match of the same n-gram (1)",
     )
     parser.add_argument("--min-prob", type=float, default=0.0, metavar="P", help="least probability of a draft (0)")
-    add_flag(parser, "--baselines", "--peers", action="store_true", help="other packages' drafters as well")
+    parser.add_argument("--baselines", action="store_true", help="other packages' drafters as well")
     add_json(parser)
     parser.set_defaults(run=run)
 

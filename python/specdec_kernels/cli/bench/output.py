@@ -1,4 +1,4 @@
-"""What benchmarks share: flags of a run, its table, record, plot, and comparison with an earlier run."""
+"""Shared parts of benchmarks: flags of a run, its table, record, plot, and comparison with an earlier run."""
 
 from __future__ import annotations
 
