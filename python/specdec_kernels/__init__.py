@@ -3,8 +3,11 @@
 The ops take any tensor with DLPack (torch, NumPy, CuPy, JAX); importing this package imports none of those.
 """
 
+from typing import Any
+
 from ._C import cuda_architectures, cuda_version
 from ._C import version as __version__
+from ._deprecated import deprecated
 from .ngram import NgramDraft, NgramIndex, NgramStatistics
 from .ops import (
     Accepted,
@@ -144,3 +147,8 @@ __all__ = [
     "verify_tree_workspace",
     "write_kv",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what replaced an old name, and warn."""
+    return deprecated(name, __name__, globals())

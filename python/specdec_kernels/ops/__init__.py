@@ -15,6 +15,9 @@ in front of those that a call is about, which is L or what L was before; `num_va
 
 from __future__ import annotations
 
+from typing import Any
+
+from .._deprecated import deprecated
 from .attention import tree_attention, tree_attention_plan, tree_attention_workspace
 from .draft import (
     Calibration,
@@ -130,3 +133,8 @@ __all__ = [
     "verify_tree_workspace",
     "write_kv",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return what replaced an old name, and warn."""
+    return deprecated(name, __name__, globals())
