@@ -1,17 +1,18 @@
-// Bindings of the tree_attention plan rules, without tensors or a device.
+// Binds tree_attention, and its plan rules without tensors or a device.
 #include <pybind11/stl.h>
 
 #include <limits>
 
 #include "attention/plan.h"
+#include "attention/tree_attention.h"
 #include "core/dispatch.h"
 #include "core/errors.h"
+#include "python/fast_op.h"
 #include "python/module.h"
 
 namespace specdec::python {
 namespace {
 
-namespace py = pybind11;
 using namespace attention;
 
 // Batch, query rows, query heads, KV heads, head dimension.
@@ -79,7 +80,16 @@ std::vector<std::string> attention_variants() {
 
 }  // namespace
 
-void add_attention_plans(py::module_& m) {
+void add_attention(py::module_& m) {
+  def_op<&tree_attention>(m, "tree_attention",
+                          "stream q k_pool v_pool page_table prefix_lens slots q_lens cu_seqlens_q tail_len mask scale "
+                          "window soft_cap k_scale v_scale fixed_split max_kv_len plan out lse workspace status",
+                          "compute attention over a paged KV prefix and a tail of tree nodes");
+  def_op<&tree_attention_workspace>(m, "tree_attention_workspace",
+                                    "q k_pool page_table cu_seqlens_q fixed_split max_kv_len plan",
+                                    "return the bytes of workspace that a tree_attention call needs");
+  def_op<&tree_attention_plan>(m, "tree_attention_plan", "q k_pool page_table cu_seqlens_q fixed_split max_kv_len plan",
+                               "return the plan that a tree_attention call runs");
   m.def("attention_plan", &attention_plan, "return the plan of a shape on a GPU, as a tuple of its fields");
   m.def("current_gpu", &current_gpu, "return the properties of the current CUDA device that plans depend on");
   m.def("attention_variants", &attention_variants, "return the names of all tree_attention kernels");

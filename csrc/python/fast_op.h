@@ -6,6 +6,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "python/casters.h"
 #include "python/gil.h"
@@ -34,28 +35,63 @@ inline constexpr const char* kTypeName<std::string> = "str";
 template <>
 inline constexpr const char* kTypeName<std::optional<std::string>> = "str or None";
 
-// Return the name of an op's argument (self not counted) from _C.pyi, or its index if that cannot be read.
-std::string argument_name(const char* op, size_t i);
+// The type of an argument or result in signatures (_C.pyi).
+template <class T>
+inline constexpr const char* kStubType = "Tensor";
+template <>
+inline constexpr const char* kStubType<OptTensor> = "Tensor | None";
+template <>
+inline constexpr const char* kStubType<CallStream> = "int | None";
+template <>
+inline constexpr const char* kStubType<kv::PoolTensors> = "PagePool";
+template <>
+inline constexpr const char* kStubType<int64_t> = "int";
+template <>
+inline constexpr const char* kStubType<std::optional<int64_t>> = "int | None";
+template <>
+inline constexpr const char* kStubType<double> = "float";
+template <>
+inline constexpr const char* kStubType<std::optional<double>> = "float | None";
+template <>
+inline constexpr const char* kStubType<bool> = "bool";
+template <>
+inline constexpr const char* kStubType<std::string> = "str";
+template <>
+inline constexpr const char* kStubType<std::optional<std::string>> = "str | None";
+template <>
+inline constexpr const char* kStubType<void> = "None";
+
+// The names of an op: its own and those of its arguments. `doc` begins with the signature, as pybind11's docstrings do.
+struct OpNames {
+  std::string op, doc;
+  std::vector<std::string> arguments;
+};
+
+// Split the names of arguments (separated by spaces) and write the signature.
+//
+// Throws std::logic_error if their number is not that of `types`.
+OpNames op_names(const char* op, const char* arguments, const char* doc, const std::vector<const char*>& types,
+                 const char* result);
 
 template <class T>
-decltype(auto) read_argument(py::detail::make_caster<T>& caster, PyObject* object, const char* op, size_t i) try {
+decltype(auto) read_argument(py::detail::make_caster<T>& caster, PyObject* object, const OpNames& names, size_t i) try {
   if (!caster.load(object, true))
     throw TypeError(std::string("is a ") + Py_TYPE(object)->tp_name + ", expected " + kTypeName<std::decay_t<T>>);
   return py::detail::cast_op<T>(caster);
 } catch (const TypeError& error) {
-  throw TypeError(std::string(op) + ": " + argument_name(op, i) + " " + error.what());
+  throw TypeError(names.op + ": " + names.arguments[i] + " " + error.what());
 }
 
 template <class... Args>
 struct Arguments {
   // Convert the arguments and call `function`.
   template <class Function>
-  static PyObject* pass_to(const Function& function, const char* op, PyObject* const* objects,
+  static PyObject* pass_to(const Function& function, const OpNames& names, PyObject* const* objects,
                            Py_ssize_t num_objects) try {
     if (num_objects != sizeof...(Args))
-      throw TypeError(std::string(op) + ": " + std::to_string(num_objects) + " arguments, expected " +
+      throw TypeError(names.op + ": " + std::to_string(num_objects) + " arguments, expected " +
                       std::to_string(sizeof...(Args)));
-    return pass_to(function, op, objects, std::index_sequence_for<Args...>());
+    return pass_to(function, names, objects, std::index_sequence_for<Args...>());
   } catch (py::error_already_set& error) {
     error.restore();
     return nullptr;
@@ -66,11 +102,11 @@ struct Arguments {
 
  private:
   template <class Function, size_t... I>
-  static PyObject* pass_to(const Function& function, const char* op, PyObject* const* objects,
+  static PyObject* pass_to(const Function& function, const OpNames& names, PyObject* const* objects,
                            std::index_sequence<I...>) {
     std::tuple<py::detail::make_caster<Args>...> casters;
-    std::tuple<decltype(read_argument<Args>(std::get<I>(casters), nullptr, nullptr, 0))...> arguments{
-        read_argument<Args>(std::get<I>(casters), objects[I], op, I)...};  // braces: in this order
+    std::tuple<decltype(read_argument<Args>(std::get<I>(casters), nullptr, names, 0))...> arguments{
+        read_argument<Args>(std::get<I>(casters), objects[I], names, I)...};  // braces: in this order
     if constexpr (std::is_void_v<decltype(std::apply(function, arguments))>) {
       std::apply(function, arguments);
       Py_RETURN_NONE;
@@ -86,9 +122,14 @@ struct Op;
 template <class Result, class... Args, Result (*function)(Args...)>
 struct Op<function> {
   static inline PyMethodDef method;
+  static inline OpNames names;
+
+  static OpNames names_of(const char* op, const char* arguments, const char* doc) {
+    return op_names(op, arguments, doc, {kStubType<std::decay_t<Args>>...}, kStubType<std::decay_t<Result>>);
+  }
 
   static PyObject* call(PyObject*, PyObject* const* objects, Py_ssize_t num_objects) {
-    return Arguments<Args...>::pass_to(function, method.ml_name, objects, num_objects);
+    return Arguments<Args...>::pass_to(function, names, objects, num_objects);
   }
 };
 
@@ -96,6 +137,11 @@ struct Op<function> {
 template <class Class, class... Args, void (Class::*function)(Args...)>
 struct Op<function> {
   static inline PyMethodDef method;
+  static inline OpNames names;
+
+  static OpNames names_of(const char* op, const char* arguments, const char* doc) {
+    return op_names(op, arguments, doc, {kStubType<std::decay_t<Args>>...}, "None");
+  }
 
   static PyObject* call(PyObject* self, PyObject* const* objects, Py_ssize_t num_objects) {
     const auto run = [&](auto&&... arguments) {
@@ -103,26 +149,30 @@ struct Op<function> {
       const WithoutGil released;
       (object.*function)(arguments...);
     };
-    return Arguments<Args...>::pass_to(run, method.ml_name, objects, num_objects);
+    return Arguments<Args...>::pass_to(run, names, objects, num_objects);
   }
 };
 
 template <auto function>
-PyMethodDef* method_of(const char* name, const char* doc) {
-  Op<function>::method = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Op<function>::call)),
-                          METH_FASTCALL, doc};
+PyMethodDef* method_of(const char* name, const char* arguments, const char* doc) {
+  OpNames& names = Op<function>::names = Op<function>::names_of(name, arguments, doc);
+  Op<function>::method = {names.op.c_str(),
+                          reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Op<function>::call)),
+                          METH_FASTCALL, names.doc.c_str()};
   return &Op<function>::method;
 }
 
+// Add an op to the module. `arguments` names the parameters of `function` in order, separated by spaces.
 template <auto function>
-void def_op(py::module_& m, const char* name, const char* doc) {
-  PyObject* op = PyCFunction_NewEx(method_of<function>(name, doc), nullptr, m.attr("__name__").ptr());
+void def_op(py::module_& m, const char* name, const char* arguments, const char* doc) {
+  PyObject* op = PyCFunction_NewEx(method_of<function>(name, arguments, doc), nullptr, m.attr("__name__").ptr());
   m.add_object(name, py::reinterpret_steal<py::object>(op));
 }
 
 template <auto function>
-void def_method(py::handle type, const char* name, const char* doc) {
-  PyObject* method = PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), method_of<function>(name, doc));
+void def_method(py::handle type, const char* name, const char* arguments, const char* doc) {
+  PyObject* method =
+      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), method_of<function>(name, arguments, doc));
   py::setattr(type, name, py::reinterpret_steal<py::object>(method));
 }
 

@@ -1,11 +1,18 @@
-// Functions that add the other files' bindings to the Python module.
+// Functions that add the bindings of each room to the Python module.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace specdec::python {
 
-void add_attention_plans(pybind11::module_& m);
+void add_draft(pybind11::module_& m);
+void add_tree(pybind11::module_& m);
+void add_layers(pybind11::module_& m);
+void add_attention(pybind11::module_& m);
+void add_verify(pybind11::module_& m);
+void add_kv(pybind11::module_& m);
+void add_round(pybind11::module_& m);
+void add_compat(pybind11::module_& m);
 void add_ngram_index(pybind11::module_& m);
 void add_scheduler(pybind11::module_& m);
 

@@ -1,0 +1,396 @@
+# The classes of the compiled module; packaging/write_stub.py puts them into _C.pyi, after the functions.
+
+class NgramIndex:
+    def __init__(
+        self, max_tokens: int, num_slots: int, max_len: int, num_threads: int, memory: Tensor | None
+    ) -> None: ...
+    @staticmethod
+    def load(fd: int, num_slots: int | None, max_len: int | None, num_threads: int) -> NgramIndex: ...
+    def copy(self, memory: Tensor | None) -> NgramIndex: ...
+    def save(self, fd: int) -> int: ...
+    def begin(self, slot: int, group: int, is_private: bool, request: int | None) -> None: ...
+    def length(self, slot: int) -> int: ...
+    def insert(self, tokens: Tensor, slot: int | None, group: int, start: int | None) -> None: ...
+    def extend(self, tokens: Tensor, num_valid: Tensor, slots: Tensor | None, match_len: Tensor | None) -> None: ...
+    def release(self, slot: int) -> None: ...
+    def draft(
+        self,
+        slots: Tensor | None,
+        seq_lens: Tensor,
+        num_draft_tokens: int,
+        chain: bool,
+        min_prob: float,
+        min_match: int,
+        own_weight: float,
+        group_weight: float,
+        global_weight: float,
+        recency: float,
+        out_tokens: Tensor,
+        out_parents: Tensor,
+        out_positions: Tensor,
+        out_first_child: Tensor,
+        out_next_sibling: Tensor,
+        out_mask: Tensor,
+        out_num_nodes: Tensor,
+        out_scores: Tensor,
+        out_match_len: Tensor,
+    ) -> None: ...
+    def clear(self) -> None: ...
+    def statistics(self) -> tuple[int, int, int, float, int, int, int, int, list[int], list[int], int]: ...
+    def digest(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def device_words(self) -> int: ...
+
+class AdmittedRequest:
+    """A request that gets a slot.
+
+    Attributes:
+        id: as `submit` returned it.
+        tokens: its prompt and, after a retraction, the tokens it produced since.
+        ngram_group: requests of a group share their texts as n-gram drafts; 0: all do.
+        extra: as submitted.
+        cached_entries: entries of the page table with its first pages, whose rows the prefix cache has.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: int,
+        tokens: list[int],
+        ngram_group: int = 0,
+        extra: Any = None,
+        cached_entries: list[int] = [],
+    ) -> None: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def tokens(self) -> list[int]: ...
+    @property
+    def ngram_group(self) -> int: ...
+    @property
+    def extra(self) -> Any: ...
+    @property
+    def cached_entries(self) -> list[int]: ...
+
+class _Executor(Protocol):
+    """The device side, which the scheduler drives; see csrc/scheduler/executor.h, and scheduler.h for exceptions."""
+
+    def begin(self, slot: int, request: AdmittedRequest) -> None: ...
+    # For each chunk: slot, first row, and the tokens of its rows and the one after them (the root is repeated).
+    def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None: ...
+    def activate(self, slots: list[int]) -> None: ...
+    def launch(self, batch: int, num_nodes: int, max_kv_len: int) -> None: ...
+    def forward(self, batch: int, num_nodes: int, max_kv_len: int) -> None: ...
+    def constrain(
+        self, number: int, requests: list[tuple[int, int, list[int]]], batch: int, num_nodes: int
+    ) -> None: ...  # row, slot, new tokens each
+    def finish(self, batch: int, num_nodes: int, max_kv_len: int) -> None: ...
+    def deactivate(self, slots: list[int]) -> None: ...
+    def assign_pages(self, sources: list[int], destinations: list[int]) -> None: ...
+    def progress(self) -> tuple[int, int]: ...
+
+# Request id, new tokens, finish reason, rounds, drafted, accepted, cached, status; if wanted, the tokens'
+# log-probabilities, the ids of the best alternatives to each, and theirs; the exception of an executor call that ended
+# the request.
+RequestUpdate: TypeAlias = tuple[
+    int,
+    list[int],
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    tuple[list[float], list[int], list[float]] | None,
+    BaseException | None,
+]
+
+class Submission:
+    """The parameters of a request; csrc/scheduler/scheduler.h says what each is."""
+
+    def __init__(
+        self,
+        *,
+        prompt: Sequence[int] | Tensor,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int] | Tensor = (),
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        streams: bool = True,
+        min_new_tokens: int = 0,
+        num_logprobs: int = -1,
+        ngram_group: int = 0,
+        max_nodes: int = 0,
+        extra: object = None,
+        constrained: bool = False,
+        migrated: bool = False,
+        priority: int = 0,
+        timeout_ns: int = 0,
+    ) -> None: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def streams(self) -> bool: ...
+    @property
+    def min_new_tokens(self) -> int: ...
+    @property
+    def num_logprobs(self) -> int: ...
+    @property
+    def ngram_group(self) -> int: ...
+    @property
+    def max_nodes(self) -> int: ...
+    @property
+    def constrained(self) -> bool: ...
+    @property
+    def migrated(self) -> bool: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def timeout_ns(self) -> int: ...
+
+class SchedulerConfig:
+    """The sizes that a scheduler works with; csrc/scheduler/config.h says what each is."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        window: int = 0,
+        max_len: int,
+        reserve: int,
+        accept_width: int,
+        max_stops: int,
+        max_logprobs: int = -1,
+        prefill_chunk: int,
+        prefill_requests: int,
+        rounds_in_flight: int,
+        draft_can_idle: bool = False,
+        prefix_cache: bool = False,
+        batch_sizes: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        drafted: Sequence[Sequence[int]] = (),
+        plain_rounds: bool = False,
+        max_idle_rounds: int = 0,
+    ) -> None: ...
+    @property
+    def num_slots(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def reserve(self) -> int: ...
+    @property
+    def accept_width(self) -> int: ...
+    @property
+    def max_stops(self) -> int: ...
+    @property
+    def max_logprobs(self) -> int: ...
+    @property
+    def prefill_chunk(self) -> int: ...
+    @property
+    def prefill_requests(self) -> int: ...
+    @property
+    def rounds_in_flight(self) -> int: ...
+    @property
+    def draft_can_idle(self) -> bool: ...
+    @property
+    def prefix_cache(self) -> bool: ...
+    @property
+    def batch_sizes(self) -> list[int]: ...
+    @property
+    def rows(self) -> list[list[int]]: ...
+    @property
+    def drafted(self) -> list[list[int]]: ...
+    @property
+    def plain_rounds(self) -> bool: ...
+    @property
+    def max_idle_rounds(self) -> int: ...
+    @property
+    def num_levels(self) -> int: ...
+    @property
+    def max_batch(self) -> int: ...
+
+# Values of a launch's number of nodes: the draft catches up, or it is the first round of prefilled slots.
+CATCH_UP: int
+FIRST_ROUND: int
+
+def command_words(max_batch: int, num_slots: int, max_stops: int) -> int: ...
+def result_words(max_batch: int, accept_width: int, num_levels: int, max_logprobs: int) -> int: ...
+
+class RoundCosts:
+    """The cost of each budget level on the machine that runs the rounds.
+
+    Attributes:
+        batches: increasing batch sizes (a round with fewer requests runs at the next size).
+        rows: rows[i], increasing: the budget levels of batches[i], in rows (tree nodes) of a round.
+        us: us[i][j] microseconds of a round of batches[i] with rows[i][j].
+        catch_up: microseconds for which the draft of batches[i] catches up; empty: it is never idle.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        us: Sequence[Sequence[float]],
+        catch_up: Sequence[float] = [],
+    ) -> None: ...
+    @property
+    def batches(self) -> list[int]: ...
+    @property
+    def rows(self) -> list[list[int]]: ...
+    @property
+    def us(self) -> list[list[float]]: ...
+    @property
+    def catch_up(self) -> list[float]: ...
+
+class BudgetConstants:
+    """The tuned numbers of a budget; csrc/scheduler/budget_constants.h says what each is and where it comes from."""
+
+    gain_window: float
+    correction_window: float
+    min_window_rounds: float
+    optimism: float
+    correction_prior: float
+    max_correction: float
+    explore_time_share: float
+    explore_loss_share: float
+    explore_rounds: int
+    explore_max_cost: float
+    retime_time_share: float
+    retime_loss_share: float
+    switch_margin: float
+
+    def __init__(self) -> None: ...
+
+class Budget:
+    """Choose how many rows rounds get, as the scheduler does; csrc/scheduler/budget.h says how."""
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        accept_width: int,
+        max_idle_rounds: int = 0,
+        constants: BudgetConstants = ...,
+    ) -> None: ...
+    def next_level(self, size_index: int, num_requests: float, kv_rows: float, draft_lag: float = 0.0) -> int: ...
+    def update_cost(self, size_index: int, level: int, num_requests: float, kv_rows: float, us: float) -> None: ...
+    def update_gain(
+        self, size_index: int, num_requests: float, predicted: Sequence[float], observed: Sequence[float]
+    ) -> None: ...
+    def expected_tokens(self, size_index: int, level: int, num_requests: float) -> float: ...
+
+class PrefixCache:
+    """The scheduler's radix tree of cached pages; see csrc/scheduler/prefix_cache.h.
+
+    `find` and `insert` return a locked prefix: a number for `unlock`, and the places of its pages. `clear` ends all
+    locks.
+    """
+
+    def __init__(self, num_places: int, page_size: int) -> None: ...
+    def find(self, text: Sequence[int], most_pages: int) -> tuple[int, list[int]]: ...
+    def insert(self, text: Sequence[int], pages: int) -> tuple[int, list[int]]: ...
+    def unlock(self, node: int) -> None: ...
+    def evict(self, count: int) -> list[int]: ...
+    def clear(self) -> list[int]: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def num_locked(self) -> int: ...
+
+class Scheduler:
+    """Continuous batching in C++.
+
+    `commands` and `results` are the host's side of the rings that `apply_commands` and `publish_results` work on:
+    contiguous int32, pinned if the device is a GPU. `graphs` are captured rounds by batch, number of nodes and KV
+    bucket (the smallest sufficient one runs; three zeros: `apply_commands` and `free_pages` alone; no nodes: a draft
+    that catches up), as raw cudaGraph_t, launched on `stream`; other rounds are `executor.launch` calls.
+    """
+
+    def __init__(
+        self,
+        executor: _Executor,
+        config: SchedulerConfig,
+        *,
+        commands: Tensor,
+        results: Tensor,
+        stream: int | None = None,
+        graphs: Mapping[tuple[int, int, int], Sequence[int]] = {},
+        trace: bool = False,
+    ) -> None: ...
+    def submit(self, submission: Submission) -> int: ...
+    def submit_many(self, submissions: Sequence[Submission]) -> list[int]:
+        """Submit all, or none if one is refused."""
+    def cancel(self, request_id: int) -> bool: ...
+    def measure_rounds(self, batches: Sequence[int]) -> None: ...
+    def set_costs(self, costs: RoundCosts) -> None: ...
+    def run(self) -> None:
+        """Make turns, and wait while there is no work, until `stop`. May be called again after an exception."""
+    def step(self) -> bool:
+        """Make one turn of the loop, for callers that drive it by hand."""
+    def settle(self) -> None:
+        """Wait until rounds in flight without requests have been read. Does not wait while there are requests."""
+    def clear_cache(self) -> None:
+        """Empty the prefix cache before requests submitted later begin; not from inside an executor call."""
+    def stop(self) -> None:
+        """Cancel all requests, admit no more, and let `run` return when they have ended."""
+    def pause(self, restart: bool = False, request_id: int = -1) -> None:
+        """Wait until `run` is between two turns with nothing in flight, where it stays until `resume`.
+
+        With a request, not before that one runs or has ended. With `restart` requests that held slots are back in the
+        queue then, and the prefix cache is empty.
+        """
+    def resume(self) -> None: ...
+    def held(self, request_id: int) -> tuple[int, list[int]] | None:
+        """Return the slot of a running request, and its text, whose last token is the root; while paused."""
+    def set_graphs(self, graphs: Mapping[tuple[int, int, int], Sequence[int]]) -> None:
+        """Replace the captured rounds, and reset the counts of the rings; while paused."""
+    def take(self, wait: bool = True) -> list[RequestUpdate] | None:
+        """Return the updates since the last call. With `wait`: at least one, or None once the loop has ended."""
+    def write_trace(self, path: str) -> None: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_free_pages_estimate(self) -> int: ...
+    @property
+    def num_retractions(self) -> int: ...
+    @property
+    def num_cached_pages(self) -> int: ...
+    @property
+    def num_shared_pages(self) -> int:
+        """Return how many of the cached pages requests use."""
+    @property
+    def num_prefix_hits(self) -> int: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def times(self) -> tuple[int, int, int, int, int, int, int, int]:
+        """Rounds, rows; nanoseconds of host work, of waiting, of prefill, of rounds on the device; of those launched
+        while another was in flight, with nothing in between; of the gaps before these."""
+    @property
+    def rounds_by_rows(self) -> list[list[int]]: ...
+    @property
+    def costs(self) -> RoundCosts | None: ...
