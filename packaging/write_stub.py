@@ -7,6 +7,7 @@ The bindings name the arguments of each op (`def_op` in csrc/python); C++ gives 
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from specdec_kernels import _C
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = ROOT / "python" / "specdec_kernels" / "_C.pyi"
-CLASSES = ROOT / "csrc" / "python" / "classes.pyi"
+CLASSES = ROOT / "csrc" / "python" / "pybind_classes.pyi.in"
 HEAD = '''\
 """The compiled module. Written by packaging/write_stub.py; do not edit.
 
@@ -36,10 +37,11 @@ cuda_architectures: str | None
 
 
 def signatures() -> list[str]:
-    """Return the signature of every function whose docstring has one, in the order of the bindings."""
-    docs = [(name, value.__doc__) for name, value in vars(_C).items() if callable(value) and not isinstance(value, type)]
-    first_lines = [doc.partition("\n")[0] for name, doc in docs if doc and doc.startswith(f"{name}(")]
-    return [f"def {line}: ..." for line in first_lines if "typing." not in line]
+    """Return the signature of every op, in the order of the bindings; those of CLASSES are written by hand."""
+    by_hand = {node.name for node in ast.parse(CLASSES.read_text()).body if isinstance(node, ast.FunctionDef)}
+    docs = {name: value.__doc__ or "" for name, value in vars(_C).items() if callable(value) and name not in by_hand}
+    first_lines = [doc.partition("\n")[0] for name, doc in docs.items() if doc.startswith(f"{name}(")]
+    return [f"def {line}: ..." for line in first_lines]
 
 
 def stub() -> str:

@@ -14,17 +14,13 @@ namespace specdec::python {
 namespace {
 
 using namespace attention;
+using namespace py::literals;
 
-// Batch, query rows, query heads, KV heads, head dimension.
-using Sizes = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
-// SMs, has_wgmma, shared memory per block and per SM in bytes.
-using Gpu = std::tuple<int, bool, int, int>;
-
-py::tuple attention_plan(const Sizes& sizes, int64_t page_size, bool packed, bool fp8, bool tensor_cores,
-                         int64_t fixed_split, int64_t max_kv_len, const Gpu& gpu,
-                         const std::optional<std::string>& name) {
-  const auto [batch, q_rows, q_heads, kv_heads, head_dim] = sizes;
-  const auto [num_sms, has_wgmma, per_block, per_sm] = gpu;
+// Return the fields of an AttentionPlan (plans.py) by name.
+py::dict attention_plan(int64_t batch, int64_t q_rows, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
+                        int64_t page_size, bool packed, bool fp8, bool tensor_cores, int64_t fixed_split,
+                        int64_t max_kv_len, int num_sms, bool has_wgmma, int shared_bytes_per_block,
+                        int shared_bytes_per_sm, const std::optional<std::string>& name) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   Check check("attention_plan");
   check.range("batch", batch, 1, kMost);
@@ -51,22 +47,27 @@ py::tuple attention_plan(const Sizes& sizes, int64_t page_size, bool packed, boo
   const Device device{.num_sms = num_sms,
                       .is_hopper_or_later = has_wgmma,
                       .has_wgmma = has_wgmma,
-                      .shared_bytes_per_block = per_block,
-                      .shared_bytes_per_sm = per_sm};
+                      .shared_bytes_per_block = shared_bytes_per_block,
+                      .shared_bytes_per_sm = shared_bytes_per_sm};
   const AttentionPlan plan = plan_attention(check, shape, max_kv_len, device, name);
   std::string variant = "plain";
   for (const KernelVariant& each : kernel_variants())
     if (each.runs(plan, shape)) variant = to_string(each);
-  return py::make_tuple(to_string(plan), variant, plan.tile_rows, plan.tile_tokens, plan.row_tiles, plan.blocks_per_sm,
-                        plan.cluster_blocks, plan.sharing_clusters, plan.whole_items, plan.warpgroups, plan.workers,
-                        workspace_bytes(plan, shape, max_kv_len));
+  return py::dict("name"_a = to_string(plan), "variant"_a = variant, "tile_rows"_a = plan.tile_rows,
+                  "tile_tokens"_a = plan.tile_tokens, "row_tiles"_a = plan.row_tiles,
+                  "blocks_per_sm"_a = plan.blocks_per_sm, "cluster_blocks"_a = plan.cluster_blocks,
+                  "sharing_clusters"_a = plan.sharing_clusters, "whole_items"_a = plan.whole_items,
+                  "warpgroups"_a = plan.warpgroups, "workers"_a = plan.workers,
+                  "workspace_bytes"_a = workspace_bytes(plan, shape, max_kv_len));
 }
 
-// Return the properties of the current CUDA device.
-Gpu current_gpu() {
+// Return the properties of the current CUDA device: the fields of a Gpu (plans.py) by name.
+py::dict current_gpu() {
 #ifdef SPECDEC_WITH_CUDA
   const Device device = current_device("current_gpu");
-  return {device.num_sms, device.has_wgmma, device.shared_bytes_per_block, device.shared_bytes_per_sm};
+  return py::dict("num_sms"_a = device.num_sms, "has_wgmma"_a = device.has_wgmma,
+                  "shared_bytes_per_block"_a = device.shared_bytes_per_block,
+                  "shared_bytes_per_sm"_a = device.shared_bytes_per_sm);
 #else
   throw NotImplementedError("current_gpu: this build of specdec_kernels has no CUDA half, expected one that has");
 #endif
@@ -90,7 +91,10 @@ void add_attention(py::module_& m) {
                                     "return the bytes of workspace that a tree_attention call needs");
   def_op<&tree_attention_plan>(m, "tree_attention_plan", "q k_pool page_table cu_seqlens_q fixed_split max_kv_len plan",
                                "return the plan that a tree_attention call runs");
-  m.def("attention_plan", &attention_plan, "return the plan of a shape on a GPU, as a tuple of its fields");
+  m.def("attention_plan", &attention_plan, py::kw_only(), "batch"_a, "q_rows"_a, "q_heads"_a, "kv_heads"_a,
+        "head_dim"_a, "page_size"_a, "packed"_a, "fp8"_a, "tensor_cores"_a, "fixed_split"_a, "max_kv_len"_a,
+        "num_sms"_a, "has_wgmma"_a, "shared_bytes_per_block"_a, "shared_bytes_per_sm"_a, "plan"_a,
+        "return the plan of a shape on a GPU");
   m.def("current_gpu", &current_gpu, "return the properties of the current CUDA device that plans depend on");
   m.def("attention_variants", &attention_variants, "return the names of all tree_attention kernels");
 }

@@ -35,7 +35,7 @@ void add_draft(py::module_& m) {
                                "build the inputs of draft-extend from a round's accepted tokens");
   def_op<&append_draft_backlog>(
       m, "append_draft_backlog",
-      "stream tokens path num_valid num_kept kept_tokens features kept_features slots cu_seqlens_q",
+      "stream tokens path num_valid backlog_lens backlog_tokens features backlog_features slots cu_seqlens_q",
       "buffer the inputs of draft-extend for slots whose draft is paused");
 }
 

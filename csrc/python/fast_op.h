@@ -59,6 +59,8 @@ inline constexpr const char* kStubType<std::string> = "str";
 template <>
 inline constexpr const char* kStubType<std::optional<std::string>> = "str | None";
 template <>
+inline constexpr const char* kStubType<std::pair<std::string, int>> = "tuple[str, int]";
+template <>
 inline constexpr const char* kStubType<void> = "None";
 
 // The names of an op: its own and those of its arguments. `doc` begins with the signature, as pybind11's docstrings do.

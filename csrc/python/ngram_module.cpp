@@ -37,11 +37,11 @@ void add_ngram_index(py::module_& m) {
   py::class_<NgramIndex> index(m, "NgramIndex", "N-gram index: drafts from text seen before");
   def_method<&NgramIndex::extend>(index, "extend", "tokens num_valid slots match_len",
                                   "Append the tokens of a round to the streams of its slots");
-  def_method<&NgramIndex::draft>(index, "draft",
-                                 "slots seq_lens num_draft_tokens chain min_prob min_match own_weight group_weight "
-                                 "global_weight recency out_tokens out_parents out_positions out_first_child "
-                                 "out_next_sibling out_mask out_num_nodes out_scores out_match_len",
-                                 "Draft trees that continue the streams of slots");
+  def_method<&NgramIndex::draft>(
+      index, "draft",
+      "slots seq_lens num_nodes chain min_prob min_match own_weight group_weight global_weight recency out_tokens "
+      "out_parents out_positions out_first_child out_next_sibling out_mask out_num_nodes out_scores out_match_len",
+      "Draft trees that continue the streams of slots");
   index.def(py::init<int64_t, int64_t, int64_t, int64_t, const OptTensor&>(), Release())
       .def_static("load", &NgramIndex::load, Release())
       .def("save", &NgramIndex::save, Release())

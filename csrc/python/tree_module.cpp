@@ -14,7 +14,7 @@ void add_tree(py::module_& m) {
   using namespace tree;
   def_op<&build_tree>(
       m, "build_tree",
-      "stream cand_tokens cand_parents cand_scores root_tokens seq_lens num_draft_tokens slots order status out_tokens "
+      "stream cand_tokens cand_parents cand_scores root_tokens seq_lens num_nodes slots order status out_tokens "
       "out_parents out_positions out_first_child out_next_sibling out_mask out_num_nodes out_scores",
       "build a tree of the best candidates, with links, mask and positions");
   def_op<&build_tree_from_parents>(m, "build_tree_from_parents",
@@ -27,7 +27,7 @@ void add_tree(py::module_& m) {
                                 "build links, mask and positions from an ancestor mask");
   def_op<&merge_trees>(m, "merge_trees",
                        "stream a_tokens a_parents a_positions a_num_nodes a_scores b_tokens b_parents b_positions "
-                       "b_num_nodes b_scores num_draft_tokens out_tokens out_parents out_positions out_first_child "
+                       "b_num_nodes b_scores num_nodes out_tokens out_parents out_positions out_first_child "
                        "out_next_sibling out_mask out_num_nodes out_scores",
                        "merge two draft trees and keep the best nodes");
   def_op<&allocate_nodes>(m, "allocate_nodes",

@@ -21,8 +21,7 @@ void add_verify(py::module_& m) {
                                  "return the bytes of workspace that a verify_tree call needs");
   def_op<&verify_tree_plan>(m, "verify_tree_plan", "logits num_nodes temperature draft_logits plan",
                             "return the kernel that a verify_tree call runs");
-  def_op<&verify_plan>(m, "verify_plan",
-                       "batch num_nodes vocab logit_bytes sampled rejects multiprocessors is_hopper_or_later",
+  def_op<&verify_plan>(m, "verify_plan", "batch num_nodes vocab logit_bytes sampled rejects num_sms is_hopper_or_later",
                        "return the kernel of a verify_tree call of these sizes");
   def_op<&edit_logits>(
       m, "edit_logits",

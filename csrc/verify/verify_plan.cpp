@@ -72,9 +72,9 @@ VerifyPlan plan_verify(const Check& check, const VerifyShape& shape, const Devic
 }
 
 std::pair<std::string, int> verify_plan(int64_t batch, int64_t num_nodes, int64_t vocab, int64_t logit_bytes,
-                                        bool sampled, bool rejects, int64_t multiprocessors, bool is_hopper_or_later) {
+                                        bool sampled, bool rejects, int64_t num_sms, bool is_hopper_or_later) {
   Device device{};
-  device.num_sms = static_cast<int>(multiprocessors);
+  device.num_sms = static_cast<int>(num_sms);
   device.is_hopper_or_later = is_hopper_or_later;
   const VerifyPlan plan =
       plan_verify(Check("verify_plan"), {batch, num_nodes, batch * num_nodes, vocab, logit_bytes, sampled, rejects},

@@ -43,6 +43,6 @@ VerifyPlan plan_verify(const Check& check, const VerifyShape& shape, const Devic
 
 // Return a plan's name and parts, without tensors or a device.
 std::pair<std::string, int> verify_plan(int64_t batch, int64_t num_nodes, int64_t vocab, int64_t logit_bytes,
-                                        bool sampled, bool rejects, int64_t multiprocessors, bool is_hopper_or_later);
+                                        bool sampled, bool rejects, int64_t num_sms, bool is_hopper_or_later);
 
 }  // namespace specdec::verify

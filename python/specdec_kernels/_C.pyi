@@ -1,4 +1,7 @@
-"""The compiled module. `ops.py` documents the arguments; the order here is the order there, `stream` first."""
+"""The compiled module. Written by packaging/write_stub.py; do not edit.
+
+`specdec_kernels.ops` documents the arguments of the ops.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -10,7 +13,6 @@ version: str
 cuda_version: str | None
 cuda_architectures: str | None
 
-# --- draft
 def select_topk(
     stream: int | None, logits: Tensor, k: int, id_map: Tensor | None, out_ids: Tensor, out_logprobs: Tensor
 ) -> None: ...
@@ -101,8 +103,6 @@ def append_draft_backlog(
     slots: Tensor | None,
     cu_seqlens_q: Tensor | None,
 ) -> None: ...
-
-# --- tree
 def build_tree(
     stream: int | None,
     cand_tokens: Tensor,
@@ -210,8 +210,6 @@ def pack_trees(
     out_mask: Tensor,
     out_scores: Tensor,
 ) -> None: ...
-
-# --- layers
 def add_rms_norm(
     stream: int | None,
     x: Tensor,
@@ -298,8 +296,6 @@ def rope_qkv_write_kv(
     status: Tensor | None,
     out: Tensor,
 ) -> None: ...
-
-# --- attention
 def tree_attention(
     stream: int | None,
     q: Tensor,
@@ -343,21 +339,6 @@ def tree_attention_plan(
     max_kv_len: int | None,
     plan: str | None,
 ) -> str: ...
-def attention_plan(
-    sizes: tuple[int, int, int, int, int],
-    page_size: int,
-    packed: bool,
-    fp8: bool,
-    tensor_cores: bool,
-    fixed_split: int,
-    max_kv_len: int,
-    device: tuple[int, bool, int, int],
-    name: str | None,
-) -> tuple[str, str, int, int, int, int, int, int, bool, int, int, int]: ...
-def current_gpu() -> tuple[int, bool, int, int]: ...
-def attention_variants() -> list[str]: ...
-
-# --- verify
 def verify_tree(
     stream: int | None,
     logits: Tensor,
@@ -402,7 +383,7 @@ def verify_plan(
     logit_bytes: int,
     sampled: bool,
     rejects: bool,
-    multiprocessors: int,
+    num_sms: int,
     is_hopper_or_later: bool,
 ) -> tuple[str, int]: ...
 def edit_logits(
@@ -459,15 +440,8 @@ def commit_tokens(
     counts: Tensor | None,
     out: Tensor,
 ) -> None: ...
-
-# --- kv
 def alloc_pages(
-    stream: int | None,
-    pool: PagePool,
-    seq_lens: Tensor,
-    reserve: int,
-    slots: Tensor | None,
-    status: Tensor | None,
+    stream: int | None, pool: PagePool, seq_lens: Tensor, reserve: int, slots: Tensor | None, status: Tensor | None
 ) -> None: ...
 def free_pages(
     stream: int | None,
@@ -486,12 +460,7 @@ def fork_pages(
     status: Tensor | None,
     out: Tensor,
 ) -> None: ...
-def assign_pages(
-    stream: int | None,
-    pool: PagePool,
-    src_entries: Tensor,
-    dst_entries: Tensor,
-) -> None: ...
+def assign_pages(stream: int | None, pool: PagePool, src_entries: Tensor, dst_entries: Tensor) -> None: ...
 def write_kv(
     stream: int | None,
     k: Tensor,
@@ -533,8 +502,6 @@ def copy_kv(
     page_refs: Tensor | None,
     status: Tensor | None,
 ) -> None: ...
-
-# --- round: what passes the records of csrc/round/records.h between the device and the scheduler; engine/rings.py
 def apply_commands(
     stream: int | None,
     commands: Tensor,
@@ -578,8 +545,6 @@ def publish_results(
     cuts: Tensor | None,
     max_nodes: Tensor | None,
 ) -> None: ...
-
-# --- compat
 def build_tree_kernel_efficient(
     stream: int | None,
     parent_list: Tensor,
@@ -634,8 +599,33 @@ def move_accept_tokens(
     accept_index: Tensor,
     num_correct_drafts: Tensor,
 ) -> None: ...
+def noop1(stream: int | None, a: Tensor) -> int: ...
+def noop4(stream: int | None, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> int: ...
+def noop8(
+    stream: int | None, a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, f: Tensor, g: Tensor, h: Tensor
+) -> int: ...
+def attention_plan(
+    *,
+    batch: int,
+    q_rows: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    packed: bool,
+    fp8: bool,
+    tensor_cores: bool,
+    fixed_split: int,
+    max_kv_len: int,
+    num_sms: int,
+    has_wgmma: bool,
+    shared_bytes_per_block: int,
+    shared_bytes_per_sm: int,
+    plan: str | None,
+) -> dict[str, Any]: ...
+def current_gpu() -> dict[str, Any]: ...
+def attention_variants() -> list[str]: ...
 
-# --- ngram
 class NgramIndex:
     def __init__(
         self, max_tokens: int, num_slots: int, max_len: int, num_threads: int, memory: Tensor | None
@@ -679,7 +669,6 @@ class NgramIndex:
     @property
     def device_words(self) -> int: ...
 
-# --- scheduler
 class AdmittedRequest:
     """A request that gets a slot.
 
@@ -1031,10 +1020,3 @@ class Scheduler:
     def rounds_by_rows(self) -> list[list[int]]: ...
     @property
     def costs(self) -> RoundCosts | None: ...
-
-# --- boundary timing
-def noop1(stream: int | None, a: Tensor) -> int: ...
-def noop4(stream: int | None, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> int: ...
-def noop8(
-    stream: int | None, a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor, f: Tensor, g: Tensor, h: Tensor
-) -> int: ...

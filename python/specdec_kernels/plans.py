@@ -81,7 +81,19 @@ def attention_plan(
     Raises:
         ValueError: a size is out of range, or `plan` does not exist or cannot run this shape on this GPU.
     """
-    sizes = (batch, q_rows, q_heads, kv_heads, head_dim)
-    split = fixed_split or 0
-    found = _C.attention_plan(sizes, page_size, packed, fp8, tensor_cores, split, max_kv_len, gpu, plan)
-    return AttentionPlan(*found)
+    fields = _C.attention_plan(
+        batch=batch,
+        q_rows=q_rows,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        packed=packed,
+        fp8=fp8,
+        tensor_cores=tensor_cores,
+        fixed_split=fixed_split or 0,
+        max_kv_len=max_kv_len,
+        **gpu._asdict(),
+        plan=plan,
+    )
+    return AttentionPlan(**fields)

@@ -55,7 +55,7 @@ class Machine(NamedTuple):
                 f"Engine: device is {device}, expected cpu (this build of specdec_kernels has no CUDA half)"
             )
         with torch.cuda.device(device):
-            return cls(device, torch.cuda.mem_get_info(device)[1], Gpu(*_C.current_gpu()))
+            return cls(device, torch.cuda.mem_get_info(device)[1], Gpu(**_C.current_gpu()))
 
 
 def default_device() -> torch.device:

@@ -73,7 +73,7 @@ def tree_attention(
         soft_cap: scores, scaled, become soft_cap * tanh(score / soft_cap). None means they stay as they are.
         k_scale, v_scale: what a number 1.0 in float8_e4m3fn pools stands for; 1 for other pools.
         fixed_split: batch invariance: long KV is cut at multiples of this many rows, a multiple of 128, instead of into
-            even parts of the whole batch's KV; slower where few cuts leave multiprocessors idle. The workspace grows
+            even parts of the whole batch's KV; slower where few cuts leave SMs idle. The workspace grows
             with max_kv_len over fixed_split; 1024 to 4096 is reasonable. No effect on the CPU.
         max_kv_len: KV rows, prefix and tail together, that no request exceeds, 1 or more; by default, and at most, what
             the page table has room for. A longer request is clamped to it on either device, as it is to the table, and
