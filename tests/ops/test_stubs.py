@@ -1,8 +1,9 @@
-"""One name everywhere: `_C.pyi`, `_C`, ops.py, the files of csrc/, and docstrings that say what a caller must know."""
+"""Check that each op has one name in `_C.pyi`, `_C`, ops, csrc and tests, and docstrings that callers need."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -152,3 +153,12 @@ def test_a_room_is_a_namespace(room: str) -> None:
     for path in sources:
         opened = set(re.findall(r"^namespace (specdec[\w:]*) \{", path.read_text(), re.MULTILINE))
         assert opened and all(f"{name}::".startswith(f"specdec::{room}::") for name in opened), path
+
+
+def test_stub_is_what_the_bindings_say() -> None:
+    pytest.importorskip("ruff")
+    spec = importlib.util.spec_from_file_location("write_stub", ROOT / "packaging" / "write_stub.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.STUB.read_text() == module.stub()
