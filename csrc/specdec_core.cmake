@@ -49,6 +49,9 @@ set_source_files_properties(csrc/attention/tree_attention_cpu.cpp PROPERTIES COM
 
 if(SPECDEC_CUDA AND CMAKE_CUDA_COMPILER)
   file(GLOB_RECURSE CUDA_SOURCES CONFIGURE_DEPENDS csrc/*.cu)
+  if(SPECDEC_COMPILE_CHECK)
+    list(FILTER CUDA_SOURCES EXCLUDE REGEX "instantiations/.*_d(64|256)\\.cu$")
+  endif()
   target_sources(specdec_core PRIVATE ${CUDA_SOURCES})
   target_include_directories(specdec_core SYSTEM PRIVATE ${CUTLASS_INCLUDE})
   target_link_libraries(specdec_core PUBLIC CUDA::cudart_static)
@@ -56,18 +59,21 @@ if(SPECDEC_CUDA AND CMAKE_CUDA_COMPILER)
   target_compile_definitions(
     specdec_core PUBLIC SPECDEC_WITH_CUDA SPECDEC_CUDA_VERSION="${CUDAToolkit_VERSION_MAJOR}.${CUDAToolkit_VERSION_MINOR}"
                         SPECDEC_CUDA_ARCHITECTURES="${ARCHITECTURES}")
-  if(NOT SPECDEC_SMALL)
-    set(SIZE_OPTIONS -lineinfo)
+  if(SPECDEC_COMPILE_CHECK)
+    target_compile_definitions(specdec_core PUBLIC SPECDEC_COMPILE_CHECK)
+    set(CODE_OPTIONS -Xptxas=-O0)
+  elseif(NOT SPECDEC_SMALL)
+    set(CODE_OPTIONS -lineinfo)
   elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13)
-    set(SIZE_OPTIONS -Xfatbin=-compress-all) # which every driver of CUDA 12 reads; the other from 550 on
+    set(CODE_OPTIONS -Xfatbin=-compress-all) # which every driver of CUDA 12 reads; the other from 550 on
   else()
-    set(SIZE_OPTIONS --compress-mode=size)
+    set(CODE_OPTIONS --compress-mode=size)
   endif()
   # nvcc splits what it hands to the host compiler at spaces: a folder with one in its name keeps its paths in messages.
   if(NOT CMAKE_SOURCE_DIR MATCHES " ")
     set(SHORT_PATHS ,-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=)
   endif()
   target_compile_options(
-    specdec_core PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda ${SIZE_OPTIONS}
+    specdec_core PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda ${CODE_OPTIONS}
                          -Xcompiler=-Wall,-ffp-contract=off${SHORT_PATHS}>)
 endif()

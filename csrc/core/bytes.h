@@ -29,10 +29,12 @@ inline int64_t copy_unit(std::initializer_list<const TensorView*> tensors) {
 template <class F>
 void with_copy_unit(int64_t unit, F&& f) {
   if (unit == 16) return f.template operator()<uint4>();
+#ifndef SPECDEC_COMPILE_CHECK
   if (unit == 8) return f.template operator()<uint2>();
   if (unit == 4) return f.template operator()<uint32_t>();
   if (unit == 2) return f.template operator()<uint16_t>();
   return f.template operator()<uint8_t>();
+#endif
 }
 #endif
 

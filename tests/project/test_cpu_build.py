@@ -7,25 +7,33 @@ from pathlib import Path
 
 import pytest
 
+import specdec_kernels
 from support import native_build
 
 BUILD = native_build.ROOT / "build" / "cpu"
 
+IMPORTS = """
+import ctypes
+import numpy as np
+import specdec_kernels as sd
+"""
+
 # Puts the module of the CPU build in the place of the installed one.
 USE_CPU_BUILD = """
-import ctypes, importlib.util, sys
-import numpy as np
+import importlib.util, sys
 
 spec = importlib.util.spec_from_file_location("specdec_kernels._C", {module!r})
 sys.modules["specdec_kernels._C"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["specdec_kernels._C"])
-import specdec_kernels as sd
 """
 
 
 @pytest.fixture(scope="module")
 def preamble() -> str:
-    """The beginning of a program that uses a build without CUDA. The directory is kept: the next build takes seconds."""
+    """The beginning of a program that uses a build without CUDA: the installed one if it is such a build, else one whose
+    directory is kept, so that the next build takes seconds."""
+    if specdec_kernels.cuda_version is None:
+        return IMPORTS
     native_build.require(["cmake", "ninja", "pybind11", "tvm_ffi"], ["c++"])
     import cmake
     import ninja
@@ -46,7 +54,7 @@ def preamble() -> str:
         )
         native_build.run([Path(cmake.CMAKE_BIN_DIR) / "cmake", "--build", BUILD])
     (module,) = BUILD.glob("_C.*.so")
-    return USE_CPU_BUILD.format(module=str(module))
+    return USE_CPU_BUILD.format(module=str(module)) + IMPORTS
 
 
 def test_it_says_that_it_has_no_cuda(preamble: str) -> None:

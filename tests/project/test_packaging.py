@@ -13,6 +13,7 @@ import pytest
 from support import native_build
 
 ROOT = native_build.ROOT
+QUICK = "None"  # a build type of no options: neither optimized nor with debug information
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def pip(python: Path, *arguments: str | Path, **variables: str) -> None:
 
 def test_pip_installs_from_it_and_writes_nothing_there(source: Path, environment: Path) -> None:
     before = files(source)
-    pip(environment, "install", "--no-deps", "-Ccmake.build-type=Debug", source, SPECDEC_CUDA="OFF")
+    pip(environment, "install", "--no-deps", f"-Ccmake.build-type={QUICK}", source, SPECDEC_CUDA="OFF")
     assert files(source) == before
     program = "import specdec_kernels as sd; print(sd.__version__, sd.cuda_version)"
     said = native_build.run([environment, "-c", program], PYTHONPATH="")
@@ -60,7 +61,13 @@ def test_a_wheel_can_be_the_first_thing_that_is_built(source: Path) -> None:
     done = subprocess.run(
         ["./build.sh", "wheel", "cpu"],
         cwd=source,
-        env={**os.environ, "PYTHON": sys.executable, "PYTHONS": sys.executable, "PYTHONPATH": ""},
+        env={
+            **os.environ,
+            "PYTHON": sys.executable,
+            "PYTHONS": sys.executable,
+            "PYTHONPATH": "",
+            "CMAKE_BUILD_TYPE": QUICK,
+        },
         capture_output=True,
         text=True,
     )

@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy
 import pytest
 
+import specdec_kernels
 from support import native_build
 
 ROOT = native_build.ROOT
-DEVELOPMENT_BUILD = ROOT / "build" / "dev"
+HERE_CUDA = "OFF" if specdec_kernels.cuda_version is None else "ON"
+DEVELOPMENT_BUILD = Path("build") / ("dev-cpu" if HERE_CUDA == "OFF" else "dev")
 
 # Of any system with glibc and a C++ runtime; cudart is inside, and libcuda is loaded when a kernel is.
 SYSTEM_LIBRARIES = {"libstdc++", "libm", "libgcc_s", "libc", "libpthread", "libdl", "librt", "ld-linux-x86-64"}
@@ -40,14 +42,20 @@ def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         if newer:
             pytest.skip(f"{request.param.name} is older than {newer[0].relative_to(ROOT)}")
         return request.param
-    if not (DEVELOPMENT_BUILD / "CMakeInit.txt").exists():
-        pytest.skip("there is no build in build/dev (./build.sh dev makes it)")
+    if not (ROOT / DEVELOPMENT_BUILD / "CMakeInit.txt").exists():
+        pytest.skip(f"there is no build in {DEVELOPMENT_BUILD} (./build.sh dev makes it)")
     directory = tmp_path_factory.mktemp("wheel")
     with native_build.alone(ROOT / "build" / "wheel"):
         native_build.run(
             [
                 *(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"),
-                *("-w", directory, "-Cbuild-dir=build/dev", ROOT),
+                *(
+                    "-w",
+                    directory,
+                    f"-Cbuild-dir={DEVELOPMENT_BUILD}",
+                    f"-Ccmake.define.SPECDEC_CUDA={HERE_CUDA}",
+                    ROOT,
+                ),
             ],
             PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         )
