@@ -1,22 +1,49 @@
-"""What every test shares: the device fixture, seeded randomness, tolerances, poison."""
+"""Fixtures of all tests, the seeds that make the default run deterministic, and the choice of exhaustive cases."""
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
+import hypothesis
+import numpy as np
 import pytest
 import torch
 
 from support.devices import on_cuda
 
 
-@pytest.fixture(params=["cpu", on_cuda("cuda")])
+def pytest_configure(config: pytest.Config) -> None:
+    """Let hypothesis draw the same examples in every run, and new ones in an exhaustive run."""
+    hypothesis.settings.register_profile("fixed seeds", derandomize=True)
+    if "exhaustive" not in config.option.markexpr:
+        hypothesis.settings.load_profile("fixed seeds")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect exhaustive cases that neither -m nor a node id asks for."""
+    if config.option.markexpr:
+        return
+    named = [(Path(file).resolve(), test) for file, _, test in (arg.partition("::") for arg in config.args) if test]
+
+    def is_named(item: pytest.Item) -> bool:
+        test = item.nodeid.partition("::")[2]
+        return any(item.path == file and (test == name or test.startswith(f"{name}[")) for file, name in named)
+
+    left_out = [item for item in items if item.get_closest_marker("exhaustive") and not is_named(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.fixture(params=["cpu", *on_cuda("cuda")])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(params=["cpu", on_cuda("cuda walk"), on_cuda("cuda at_once")])
+@pytest.fixture(params=["cpu", *on_cuda("cuda walk", "cuda at_once")])
 def verifier(request: pytest.FixtureRequest) -> tuple[torch.device, str | None]:
     """A device, and one of its plans of verify_tree."""
     device, *plan = request.param.split(" ")
@@ -33,4 +60,6 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    random.seed(20)
+    np.random.seed(20)
     torch.manual_seed(20)

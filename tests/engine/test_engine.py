@@ -15,6 +15,7 @@ from specdec_kernels.engine.device.memory import pages_that_fit
 from specdec_kernels.engine.drafts.composition import pools_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
+from support.exhaustive import covering, representative
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model, tokenizer
 
 NUM_PROMPTS = 100
@@ -74,8 +75,7 @@ def make_engine(draft: Draft | None, layout: str, device: torch.device) -> Engin
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(("name", "layout"), covering(DRAFTS, LAYOUTS))
 def test_greedy_text_is_that_of_transformers(name: str, layout: str, device: torch.device) -> None:
     engine = make_engine(DRAFTS[name](), layout, device)
     outputs = engine.generate(prompts(), SamplingParams(max_new_tokens=NEW_TOKENS))
@@ -182,7 +182,7 @@ def test_a_request_ends_where_on_tokens_says() -> None:
     assert engine.generate(prompts()[:1], SamplingParams(max_new_tokens=4))[0].tokens == reference()[0][:4]
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", representative(DRAFTS))
 def test_one_token_prompts(name: str, device: torch.device) -> None:
     engine = make_engine(DRAFTS[name](), "batched", device)
     starts = [[prompt[0]] for prompt in prompts()[:6]]
@@ -227,7 +227,7 @@ def test_an_engine_survives_a_failing_callback(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", representative(DRAFTS))
 def test_pools_of_a_share_of_the_memory(name: str) -> None:
     """What is captured with the small pools for a trial is captured anew with the large ones."""
     sizes = {"max_len": MAX_LEN, "num_slots": 8, "dtype": torch.float32, "device": "cuda"}
@@ -294,7 +294,7 @@ def test_five_hundred_prompts_are_those_of_plain_decoding(name: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", representative(DRAFTS))
 def test_without_graphs_the_same(name: str) -> None:
     captured = make_engine(DRAFTS[name](), "page3", torch.device("cuda"))
     assert captured.graphs is not None

@@ -23,6 +23,7 @@ from specdec_kernels.engine import (
     Union,
 )
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import representative
 from support.tiny_checkpoint import held_out, reference_model, tokenizer
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
@@ -35,7 +36,7 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
     "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
     "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
 }
-every_draft = pytest.mark.parametrize("name", DRAFTS)
+every_draft = pytest.mark.parametrize("name", representative(DRAFTS))
 
 
 def make_engine(name: str, device: torch.device | str = "cpu", **options: Any) -> Engine:

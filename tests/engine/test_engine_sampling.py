@@ -13,6 +13,7 @@ import torch
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone, Union
 from specdec_kernels.engine.device.round import Round
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import covering
 from support.sampled_texts import KINDS, close_draws, differing
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
 
@@ -67,8 +68,7 @@ def plain() -> list[RequestOutput]:
     return make_engine("none", "single").generate(prompts(), params())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(("name", "layout"), covering(DRAFTS, LAYOUTS))
 def test_text_depends_on_the_seed_alone(name: str, layout: str, device: torch.device) -> None:
     engine = make_engine(name, layout, device)
     outputs = engine.generate(prompts(), params())

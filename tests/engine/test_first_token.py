@@ -25,6 +25,7 @@ from specdec_kernels.engine import (
 )
 from specdec_kernels.engine.device.prefill import Shape
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import covering, representative
 from support.manual_rounds import begin, run
 from support.manual_rounds import make_engine as make_engine_of
 from support.manual_rounds import prompts as round_prompts
@@ -42,7 +43,7 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
     "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
     "union": lambda: Union(Eagle3(HEAD, num_steps=3, topk=2), Ngram(num_nodes=8), num_nodes=12),
 }
-every_draft = pytest.mark.parametrize("name", DRAFTS)
+every_draft = pytest.mark.parametrize("name", representative(DRAFTS))
 
 
 def make_engine(name: str, device: torch.device | str = "cpu", **options: Any) -> Engine:
@@ -137,8 +138,7 @@ def test_a_trace_tells_them_apart(tmp_path: Path) -> None:
     assert names["first round"] == 1 and names["round"] == engine.stats().rounds > 1
 
 
-@every_draft
-@pytest.mark.parametrize("chunk", [1, 5, 22, 23])
+@pytest.mark.parametrize(("name", "chunk"), covering(DRAFTS, [1, 5, 22, 23]))
 def test_chunks_that_end_anywhere(name: str, chunk: int, device: torch.device) -> None:
     """With the root's row alone in the last one, too."""
     engine = make_engine(name, device, prefill_chunk=chunk)

@@ -18,6 +18,7 @@ from specdec_kernels.engine import AsyncEngine, Draft, Eagle3, Engine, Ngram, Sa
 from specdec_kernels.engine.device.round import Round
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import representative
 from support.tiny_checkpoint import held_out, reference_model, tokenizer
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -138,7 +139,7 @@ def test_text_is_the_targets_under_the_grammar(name: str, device: torch.device) 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", representative(DRAFTS))
 def test_every_text_fits(name: str, temperature: float, device: torch.device) -> None:
     """Also where drafts are drawn, whose text is another with each draft."""
     each = params(temperature=temperature)

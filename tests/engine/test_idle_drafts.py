@@ -25,6 +25,7 @@ from specdec_kernels.models.weights.loading import config_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.eagle_heads import random_tensors, write_head
+from support.exhaustive import representative
 from support.manual_rounds import begin, prompts
 from support.manual_rounds import run as run_round
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, reference_model
@@ -45,7 +46,7 @@ DRAFTS: dict[str, Callable[[Path], Draft]] = {
     "standalone": lambda _: Standalone(tiny_model("target"), num_steps=3, topk=2, num_nodes=8),
     "eagle3+ngram": lambda _: Union(Eagle3(HEAD, num_steps=3, topk=2, num_nodes=8), Ngram(num_nodes=8), num_nodes=8),
 }
-every_draft = pytest.mark.parametrize("name", DRAFTS)
+every_draft = pytest.mark.parametrize("name", representative(DRAFTS))
 
 
 def make_engine(draft: Draft | None, device: torch.device, **options: Any) -> Engine:

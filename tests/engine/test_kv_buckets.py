@@ -30,6 +30,7 @@ from specdec_kernels.engine.device.state import EngineState
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.synthetic.shapes import shape_config
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import covering
 from support.tiny_checkpoint import Comparison, held_out, reference_model
 
 GPU = Machine(torch.device("cuda"), 140 * 10**9, sd.H200)
@@ -167,8 +168,7 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
 }
 
 
-@pytest.mark.parametrize("rounds_in_flight", [1, 2, 3])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(("name", "rounds_in_flight"), covering(DRAFTS, [1, 2, 3]))
 def test_texts_cross_bounds(
     name: str, rounds_in_flight: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

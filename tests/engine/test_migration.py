@@ -32,6 +32,7 @@ from support.changed_weights import HEAD, TARGET, changed, eagle3, tensors_of
 from support.changed_weights import make_engine as make_quick_engine
 from support.decoding_process import decode
 from support.devices import HAS_CUDA
+from support.exhaustive import representative
 from support.random_checkpoints import random_prompts, save_random_model
 from support.sampled_texts import differing
 from support.tiny_checkpoint import held_out
@@ -95,7 +96,7 @@ def expect_nothing_left(engine: Engine) -> None:
     assert all(int(pool.num_free) == len(pool.free_stack) for pool in engine.state.window_pools.values())
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", representative(DRAFTS))
 def test_texts_are_those_of_who_stays(name: str, device: torch.device) -> None:
     """In company, with all that a request may ask for, from anywhere in a text; pages are of another size there."""
     pytest.importorskip("xgrammar")

@@ -14,6 +14,7 @@ from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams,
 from specdec_kernels.engine.device.round import Round
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import representative
 from support.tiny_checkpoint import held_out, reference_model
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
@@ -26,7 +27,7 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
     "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
     "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
 }
-every_draft = pytest.mark.parametrize("name", DRAFTS)
+every_draft = pytest.mark.parametrize("name", representative(DRAFTS))
 # What requests ask for; the third asks for nothing.
 KINDS: list[dict[str, Any]] = [
     {"presence_penalty": 1.5},

@@ -12,7 +12,8 @@ from specdec_kernels.engine.device.prefill_graphs import PIECE, Passes, captured
 from specdec_kernels.engine.host_tensors import to_device
 from specdec_kernels.engine.startup import on_stream
 from support.devices import HAS_CUDA
-from support.manual_rounds import MAX_LEN, every_draft, kv_of, make_engine, prompts, slot_state
+from support.exhaustive import covering
+from support.manual_rounds import DRAFTS, MAX_LEN, every_draft, kv_of, make_engine, prompts, slot_state
 
 SLOTS = 4
 
@@ -41,8 +42,7 @@ def expect_same(engine: Engine, other: Engine) -> None:
         torch.testing.assert_close(kv_of(engine, slot), kv_of(other, slot), rtol=1e-4, atol=1e-4)
 
 
-@every_draft
-@pytest.mark.parametrize("shape", [(12, 16, 3), (7, 64, 4), (3, 100, 3), (110, 1, 4)])
+@pytest.mark.parametrize(("name", "shape"), covering(DRAFTS, [(12, 16, 3), (7, 64, 4), (3, 100, 3), (110, 1, 4)]))
 def test_room_in_a_shape_changes_nothing(name: str, shape: tuple[int, int, int], device: torch.device) -> None:
     engine, other = (make_engine(name, device, num_slots=SLOTS, cuda_graph=False) for _ in range(2))
     engine.core.executor.passes.launch(*packed(engine, chunks_of(engine), Shape(*shape)))

@@ -32,6 +32,7 @@ from specdec_kernels.engine import (
 from specdec_kernels.engine.drafts import DraftRequest
 from specdec_kernels.engine.drafts.composition import pools_of
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import representative
 from support.leaks import cached_pages, expect_nothing_left, expect_nothing_lost
 from support.sampled_texts import differing
 from support.tiny_checkpoint import held_out
@@ -220,7 +221,7 @@ def converse(engine: Engine, rng: random.Random) -> Said:
 
 
 @pytest.mark.parametrize("pressure", [False, True], ids=["roomy", "small"])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", representative(DRAFTS))
 def test_texts_are_those_without_it(name: str, pressure: bool, device: torch.device) -> None:
     """And those without speculation. In a small pool pages are evicted and requests retracted all the time."""
     options: dict[str, Any] = {"num_pages": 40, "rounds_in_flight": 2} if pressure else {"num_pages": 600}

@@ -15,6 +15,7 @@ from specdec_kernels.engine.drafts import HasWeights
 from specdec_kernels.engine.drafts.composition import having, pools_of
 from specdec_kernels.tiny import tiny_model
 from support.changed_weights import DRAFTS, HEAD, TARGET, changed, eagle3, make_engine, tensors_of, texts
+from support.exhaustive import representative
 from support.paused_rounds import rounds_held
 from support.quantized_checkpoints import write_model
 from support.random_checkpoints import random_prompts, save_random_model
@@ -33,7 +34,7 @@ def memory(device: torch.device) -> int:
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", representative(DRAFTS))
 def test_texts_stay(name: str, implementation: str, device: torch.device) -> None:
     if implementation == "transformers" and name != "eagle3":
         pytest.skip("what drafts does not depend on how the target runs")

@@ -17,6 +17,7 @@ from specdec_kernels.engine.config import PagePlan
 from specdec_kernels.models.families import Mistral
 from specdec_kernels.synthetic.acceptance import EvenAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_eagle3
+from support.exhaustive import covering
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 from support.tiny_random_models import NATIVE, VOCAB, tiny_model
 from support.window_models import MODELS, SIZES, WINDOW, model_of, random_texts
@@ -141,14 +142,7 @@ def test_a_family_whose_layers_see_more_than_it_says(monkeypatch: pytest.MonkeyP
 # --- texts
 
 
-@pytest.mark.parametrize(
-    ("name", "draft", "implementation"),
-    [
-        *((name, draft, "native") for name in MODELS for draft in DRAFTS),
-        *((name, "union", "transformers") for name in MODELS),
-    ],
-)
-def test_texts_beyond_the_window(name: str, draft: str, implementation: str, device: torch.device) -> None:
+def expect_texts_of_transformers(name: str, draft: str, implementation: str, device: torch.device) -> None:
     """Prompts and outputs many windows long, in pools that windows alone fit into."""
     model = model_of(name)
     prompts = random_texts(150, 3, 30)
@@ -162,6 +156,16 @@ def test_texts_beyond_the_window(name: str, draft: str, implementation: str, dev
         comparison.check(prompt, output.tokens, want)
         assert len(output.tokens) == 70
     assert len(comparison.near_ties) <= 1
+
+
+@pytest.mark.parametrize(("name", "draft"), covering(MODELS, DRAFTS))
+def test_native_layers_write_texts_beyond_the_window(name: str, draft: str, device: torch.device) -> None:
+    expect_texts_of_transformers(name, draft, "native", device)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_modules_write_texts_beyond_the_window(name: str, device: torch.device) -> None:
+    expect_texts_of_transformers(name, "union", "transformers", device)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

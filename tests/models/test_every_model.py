@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specdec_kernels.engine import Engine, Ngram, RequestOutput, SamplingParams, Standalone
 from specdec_kernels.models.families import known_families
 from specdec_kernels.models.weights.loading import PLAIN_OF_TEXT, text_config
+from support.exhaustive import exhaustive
 from support.tiny_random_models import NATIVE, NO_SMALL, tiny_config, tiny_model
 
 MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PLAIN_OF_TEXT})
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 LENGTH = 14  # tokens of a text, behind a prompt that is longer than windows and chunks
 LIKELIEST = 4  # tokens whose log-probabilities are compared at each place
+DRAFTS = ("plain", "n-gram", "itself", "another")
 ERROR = 1e-3  # of them, beside the spread of the logits
 
 HEAD = """# Models
@@ -69,8 +72,8 @@ def expect_like(text: RequestOutput, want: tuple[list[int], torch.Tensor], what:
     assert (error <= ERROR * logits.double().std(-1).clamp(min=1e-3)).all(), f"{what}: {error}"
 
 
-def texts(model: Any, other: Any, implementation: str) -> dict[str, RequestOutput]:
-    """The text of each draft. ValueError: the model is refused."""
+def texts(model: Any, other: Any, implementation: str, chosen: Collection[str]) -> dict[str, RequestOutput]:
+    """Return the text of each chosen draft. ValueError: the model is refused."""
     params, found = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, logprobs=LIKELIEST), {}
     drafts = {
         "plain": None,
@@ -78,10 +81,10 @@ def texts(model: Any, other: Any, implementation: str) -> dict[str, RequestOutpu
         "itself": Standalone(model, num_steps=3, topk=2, num_nodes=6),
         "another": Standalone(other, num_steps=2, topk=2, num_nodes=5),
     }
-    for name, draft in drafts.items():
+    for name in chosen:
         with Engine(
             model,
-            draft=draft,
+            draft=drafts[name],
             implementation=implementation,
             adaptive=False,
             max_len=64,
@@ -104,8 +107,8 @@ def can_be_made(model_type: str) -> bool:
     return True
 
 
-def row_of(model_type: str) -> str:
-    """The line of the table. AssertionError: a model that opens gives another text than its own."""
+def row_of(model_type: str, chosen: Collection[str] = DRAFTS) -> str:
+    """Return the line of the table. AssertionError: a model that opens gives another text than its own."""
     ways, why = {"native": "-", "transformers": "-"}, ""
     for way in ways:
         if not can_be_made(model_type):
@@ -116,7 +119,7 @@ def row_of(model_type: str) -> str:
         changes = NATIVE if way == "native" else {}
         model, other = (tiny_model(model_type, seed, **changes) for seed in (0, 1))
         try:
-            found = texts(model, other, way)
+            found = texts(model, other, way, chosen)
         except ValueError as error:
             why = (
                 re.sub(r"^(draft )?model: \w+ ", "", str(error))
@@ -141,9 +144,11 @@ def version_of_page() -> str:
     return match[1]
 
 
+@pytest.mark.parametrize("drafts", [("itself",), *exhaustive((DRAFTS,))], ids="-".join)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_it_works_or_is_refused_by_name(model_type: str) -> None:
-    row = row_of(model_type)
+def test_it_works_or_is_refused_by_name(model_type: str, drafts: tuple[str, ...]) -> None:
+    """Its rounds verify trees of itself, after a prompt longer than windows and chunks; other drafts are exhaustive."""
+    row = row_of(model_type, drafts)
     if transformers.__version__ == version_of_page():
         assert row in PAGE.read_text().splitlines()
 

@@ -31,6 +31,7 @@ from specdec_kernels.models.layers.moe import (
 from specdec_kernels.models.layers.quantized import Fp8Weight
 from specdec_kernels.ops import Routing
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
+from support.exhaustive import covering
 from support.random_checkpoints import EXPERTS, random_prompts, save_random_model
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 
@@ -244,8 +245,7 @@ def stirred(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("algorithm", ["none", "ngram", "standalone"])
-@pytest.mark.parametrize("model_type", EXPERTS)
+@pytest.mark.parametrize(("model_type", "algorithm"), covering(EXPERTS, ["none", "ngram", "standalone"]))
 def test_greedy_text_is_that_of_transformers(
     model_type: str, algorithm: str, tmp_path: Path, device: torch.device
 ) -> None:

@@ -279,7 +279,7 @@ def test_torch_multiplies_on_the_cpu() -> None:
     assert _C.small_m_gemm_plan(torch.zeros(1, 64).bfloat16(), torch.zeros(16, 64).bfloat16(), False) == "library"
 
 
-@pytest.fixture(params=["cpu", on_cuda("cuda sm80.mma"), on_cuda("cuda sm90.wgmma")])
+@pytest.fixture(params=["cpu", *on_cuda("cuda sm80.mma", "cuda sm90.wgmma")])
 def multiplier(request: pytest.FixtureRequest) -> Multiplier:
     device, *plan = request.param.split(" ")
     if plan == ["sm90.wgmma"] and torch.cuda.get_device_capability()[0] != 9:
@@ -411,7 +411,7 @@ def test_small_m_gemm_refuses_rows_off_16_bytes(name: str) -> None:
 # --- small_m_gemm of 8 bits, and quantize_fp8
 
 
-EIGHTS = ["cpu", on_cuda("cuda")]
+EIGHTS = ["cpu", *on_cuda("cuda")]
 
 
 @pytest.fixture(params=EIGHTS)

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdec_kernels import _C
+from support.exhaustive import exhaustive
 from support.fake_device import (
     BAD_LENGTH,
     BAD_TREE,
@@ -41,12 +42,12 @@ from support.fake_device import (
 
 # --- random mixes
 
-MIXES = 500
+MIXES = 125  # seeds of a batch
 overlapped = pytest.mark.parametrize("rounds_in_flight", [1, 2, 3])
 
 
 @overlapped
-@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("batch", [0, *exhaustive(*range(1, 16))])
 def test_mixes(batch: int, rounds_in_flight: int) -> None:
     retractions = 0
     for seed in range(batch * MIXES, (batch + 1) * MIXES):
@@ -62,11 +63,11 @@ def test_mixes(batch: int, rounds_in_flight: int) -> None:
             begun = [i for i in device.first_starts if device.sent[i].priority == priority]
             assert begun == sorted(begun), "first come, first served"
         retractions += len(device.retracted)
-    assert retractions > 60
+    assert retractions > 12
 
 
 @overlapped
-@pytest.mark.parametrize("batch", range(2))
+@pytest.mark.parametrize("batch", [0, *exhaustive(*range(1, 8))])
 def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: int) -> None:
     reasons = set()
     for seed in range(batch * MIXES, (batch + 1) * MIXES):
@@ -94,10 +95,11 @@ def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: i
 
 @overlapped
 @pytest.mark.parametrize("method", METHODS)
-def test_mixes_with_exceptions(method: str, rounds_in_flight: int) -> None:
+@pytest.mark.parametrize("batch", [0, *exhaustive(*range(1, 6))])
+def test_mixes_with_exceptions(batch: int, method: str, rounds_in_flight: int) -> None:
     """Whatever raises, the exception comes out, its requests end with an error, and the others lose nothing."""
     faults = 0
-    for seed in range(300):
+    for seed in range(batch * 50, (batch + 1) * 50):
         device = any_device(seed, rounds_in_flight)
         device.faults = {method: 0.15}
         for _ in range(device.rng.randint(1, 10)):
@@ -113,7 +115,7 @@ def test_mixes_with_exceptions(method: str, rounds_in_flight: int) -> None:
         for sent in device.sent.values():
             assert sent.failed == (sent.reason == ERROR) and sent.status == 0
             assert not sent.failed or str(sent.error) == method
-    assert faults > 100
+    assert faults > 15
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

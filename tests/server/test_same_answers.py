@@ -28,6 +28,7 @@ from specdec_kernels.cli.near_tie import difference
 from specdec_kernels.engine import AsyncRequest, Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.tiny import tiny_model
 from support.devices import on_cuda
+from support.exhaustive import thinned
 from support.leaks import expect_nothing_lost
 from support.server_thread import NAME, Running, serving, wait_for
 from support.tiny_checkpoint import NEAR_TIE, held_out, reference_model, tokenizer
@@ -456,7 +457,7 @@ def running(kind: type[AnyServer], engine: Engine) -> Iterator[AnyServer]:
         expect_nothing_lost(engine)
 
 
-@pytest.fixture(scope="module", params=["cpu", on_cuda("cuda")])
+@pytest.fixture(scope="module", params=["cpu", *on_cuda("cuda")])
 def where(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
@@ -467,7 +468,7 @@ def plain(where: torch.device) -> Iterator[Plain]:
         yield server
 
 
-@pytest.fixture(scope="module", params=DRAFTS)
+@pytest.fixture(scope="module", params=thinned(DRAFTS, {"union", "standalone"}.__contains__))
 def pair(request: pytest.FixtureRequest, plain: Plain, where: torch.device) -> Iterator[Pair]:
     with running(Server, make_engine(DRAFTS[request.param](), where, prefix_cache=True)) as server:
         yield Pair(server, plain)
@@ -488,7 +489,7 @@ def test_speculation_changes_no_byte(name: str, pair: Pair) -> None:
     assert stats.prefix_hits > 0 or name not in ("prefix hit", "multi-turn", "samples")
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", thinned(DRAFTS, {"union", "standalone"}.__contains__))
 def test_preemption(draft: str, plain: Plain, where: torch.device) -> None:
     engine = make_engine(DRAFTS[draft](), where, num_pages=SMALL)
     with running(Server, engine) as server:

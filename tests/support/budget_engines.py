@@ -13,6 +13,7 @@ import torch
 from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.tiny import tiny_model
 from support.eagle_heads import random_tensors, write_head
+from support.exhaustive import representative
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
 
 MAX_LEN, NEW_TOKENS = 128, 24
@@ -32,7 +33,7 @@ DRAFTS: dict[str, Callable[[Path], Draft]] = {
     "eagle3+ngram": lambda _: Union(Eagle3(HEAD, num_steps=3, topk=3, num_nodes=24), Ngram(num_nodes=24), num_nodes=24),
 }
 
-every_draft = pytest.mark.parametrize("name", DRAFTS)
+every_draft = pytest.mark.parametrize("name", representative(DRAFTS))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import torch
 from specdec_kernels import _C, free_pages
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, Standalone, Union
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import representative
 from support.tiny_checkpoint import held_out
 
 MAX_LEN = 128
@@ -27,7 +28,7 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
     "standalone": lambda: Standalone(tiny_model("target"), num_steps=3, topk=2, num_nodes=8),
 }
 
-every_draft = pytest.mark.parametrize("name", DRAFTS)
+every_draft = pytest.mark.parametrize("name", representative(DRAFTS))
 
 
 def make_engine(name: str, device: torch.device | str = "cpu", **options: Any) -> Engine:
