@@ -63,21 +63,21 @@ class Pass:
         return self.target.logits(self.target.forward(self.tokens, self.positions, self.rows).hidden)
 
 
-class Products:
-    """The matrix products of that pass alone, each on an input of its own."""
+class Linears:
+    """The linear layers of that pass alone, each on an input of its own."""
 
     def __init__(self, target: CausalLM, rows: int) -> None:
         weight = target.embedding.weight
         parts = [(layer.attention, layer.feed_forward) for layer in target.decoder.layers]
-        self.products = [p for a, f in parts for p in (a.qkv, a.out, f.gate_up, f.down)]
+        self.linears = [p for a, f in parts for p in (a.qkv, a.out, f.gate_up, f.down)]
         self.head = target.decoder.head
-        widths = {p.weight.shape[1] for p in self.products} | {weight.shape[1]}
+        widths = {p.weight.shape[1] for p in self.linears} | {weight.shape[1]}
         self.inputs = {width: torch.randn(rows, width, device=weight.device, dtype=weight.dtype) for width in widths}
 
     def __call__(self) -> Tensor:
-        for product in [*self.products, self.head.linear]:
-            x, weight = self.inputs[product.weight.shape[1]], product.weight
-            out = functional.linear(x, weight) if isinstance(weight, Tensor) else product(x)
+        for linear in [*self.linears, self.head.linear]:
+            x, weight = self.inputs[linear.weight.shape[1]], linear.weight
+            out = functional.linear(x, weight) if isinstance(weight, Tensor) else linear(x)
         return out
 
 
@@ -129,7 +129,7 @@ def measure_forward(
     results = []
     for batch, nodes in sizes:
         whole = Pass(target, batch, nodes, prefix, device)
-        products = times_of(replay_seconds([Products(target, batch * nodes)])).median * 1e3
+        products = times_of(replay_seconds([Linears(target, batch * nodes)])).median * 1e3
         forward = times_of(replay_seconds([whole])).median * 1e3
         kinds = {kind: us * 1e-3 for kind, us in kinds_of(whole).items()} if kernels else {}
         results.append({"batch": batch, "nodes": nodes, "products_ms": products, "forward_ms": forward, **kinds})
