@@ -45,14 +45,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(params=["cpu", *on_cuda("cuda walk", "cuda at_once")])
 def verifier(request: pytest.FixtureRequest) -> tuple[torch.device, str | None]:
-    """A device, and one of its plans of verify_tree."""
+    """Return a device, and one of its plans of verify_tree."""
     device, *plan = request.param.split(" ")
     return torch.device(device), plan[0] if plan else None
 
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """An interrupt raises, also where the tests were started in the background, which ignores them."""
+    """Raise on an interrupt, even if the tests run in the background, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

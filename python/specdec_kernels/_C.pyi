@@ -1015,7 +1015,8 @@ class Scheduler:
     @property
     def times(self) -> tuple[int, int, int, int, int, int, int, int]:
         """Rounds, rows; nanoseconds of host work, of waiting, of prefill, of rounds on the device; of those launched
-        while another was in flight, with nothing in between; of the gaps before these."""
+        while another was in flight, with nothing in between; of the gaps before these.
+        """
     @property
     def rounds_by_rows(self) -> list[list[int]]: ...
     @property

@@ -88,7 +88,7 @@ def generate(
     stream_to: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """The decoding loop that `model.generate(..., custom_generate=hf.generate)` calls; the text is the model's own.
+    """Run the decoding loop of `model.generate(..., custom_generate=hf.generate)`; the text is the model's own.
 
     Honoured of the generation config: max_length and max_new_tokens, min_length and min_new_tokens, end-of-sequence
     tokens, do_sample with temperature, top_k, top_p and min_p, num_return_sequences, return_dict_in_generate (sequences
@@ -158,7 +158,7 @@ def generate(
 
 
 def release(model: Any) -> None:
-    """Gives back the memory of the engine that `generate` has kept with the model."""
+    """Free the memory of the engine that `generate` keeps with the model."""
     kept = model.__dict__.pop(_ATTRIBUTE, None)
     if kept is not None:
         kept[1].close()
@@ -217,7 +217,7 @@ def assisted(
     num_tokens: int = 10,
     **model_kwargs: Any,
 ) -> Any:
-    """transformers' assisted generation with candidates from an n-gram index: `custom_generate=hf.assisted`.
+    """Run transformers' assisted generation with candidates from an n-gram index: `custom_generate=hf.assisted`.
 
     The loop is transformers' own and takes what that takes: one sequence, a dynamic cache, greedy or sampled, any
     logits processors. A greedy text is the model's own; a sampled one is distributed as the model's.
@@ -309,8 +309,10 @@ class _Watch:
 
 
 def _check_kept_arguments(caller: FrameType) -> None:
-    """Arguments that transformers keeps to itself, found where it holds them: unheard, a streamer would say nothing and
-    an assistant would not be asked."""
+    """Refuse a streamer or an assistant, which transformers does not pass on, by reading the caller's frame.
+
+    Ignored in silence, a streamer would get no tokens and an assistant would not draft.
+    """
     if caller.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
         return
     ours = {"streamer": "stream_to=", "assistant_model": "draft=Standalone(...)", "synced_gpus": "False"}
@@ -421,7 +423,7 @@ def _engine_of(
     num_slots: int | None,
     options: dict[str, Any],
 ) -> Engine:
-    """The engine kept with the model, or one made for this call, at least as large as the one before."""
+    """Return the engine kept with the model, or a new one for this call, at least as large as the one before."""
     limit = position_limit(text_config(model.config))
     key = (draft, max_len, num_slots, tuple(options.items()), model.dtype, model.device)
     kept_key, kept = model.__dict__.get(_ATTRIBUTE, (None, None))

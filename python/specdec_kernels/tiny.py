@@ -8,7 +8,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def tiny_model(name: str) -> Path:
-    """The folder of "target" or "eagle3" (see examples/tiny/README.md)."""
+    """Return the folder of "target" or "eagle3" (see examples/tiny/README.md)."""
     for root in (_PACKAGE / "tiny_model", _PACKAGE.parents[1] / "examples" / "tiny"):
         if (root / name / "config.json").exists():
             return root / name

@@ -138,7 +138,7 @@ class _Op:
         return f"{self.name}{overload}({', '.join(arguments)}) -> {results}"
 
     def implementation(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The kernel of an operator: puts tuples together, and takes the results apart."""
+        """Run the op: build structs from flat arguments and flatten the results."""
 
         def kernel(*values: Any, **options: Any) -> Any:
             rest, arguments = iter(values), []
@@ -156,7 +156,7 @@ class _Op:
         return kernel
 
     def register(self, overload: str = "", without: str | None = None, required: str | None = None) -> Any:
-        """Defines an operator and returns its overload, which is the shortest way to call it."""
+        """Define an operator and return its overload, the fastest way to call it."""
         _library.define(self.schema(overload, without, required))
         op = getattr(getattr(torch.ops.specdec, self.name), overload.removeprefix(".") or "default")
         torch.library.register_fake(op, self.implementation(self.fake), lib=_library)
@@ -171,7 +171,7 @@ _MISSING = object()
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """The tensors of nested tuples, in order."""
+    """Return the tensors of nested tuples, in order."""
     if isinstance(value, tuple):
         for each in value:
             yield from _flat(each)
@@ -180,7 +180,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def _refuse_lazy_views(op: Any) -> Callable[..., None]:
-    """A kernel for conj and neg views, which PyTorch would otherwise copy, pools included, on every call."""
+    """Define a kernel for conj and neg views, which PyTorch would otherwise copy, pools included, on every call."""
     schema = op._schema
     name = schema.name.removeprefix("specdec::")
 
@@ -195,7 +195,7 @@ def _refuse_lazy_views(op: Any) -> Callable[..., None]:
 
 
 def _function(name: str) -> Any:
-    """The op as a function over its operators; the operator itself where the two take and return the same.
+    """Return the op as a function over its operators, or the operator itself where the two take and return the same.
 
     An op that returns tensors and changes nothing but an optional argument has two operators, with that argument and
     without, because Inductor (torch 2.13) fails on one whose only mutable argument is None.

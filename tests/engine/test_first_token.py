@@ -99,7 +99,8 @@ def some_prompts() -> list[list[int]]:
 @every_draft
 def test_a_token_costs_a_pass(name: str, device: torch.device) -> None:
     """Of requests that came together one pass and one first round, and no other pass of the target; nothing is drafted
-    for it, so nothing counts. With that the request may have ended."""
+    for it, so nothing counts. With that the request may have ended.
+    """
     engine = make_engine(name, device)
     calls = Calls(engine)
     outputs = engine.generate(some_prompts(), SamplingParams(1, ignore_eos=True))

@@ -87,7 +87,8 @@ def expect_same_state(resting: Any, awake: Any, slots: list[int], dtype: torch.d
 @every_draft
 def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path: Path) -> None:
     """As without it: whatever rounds lie between, with slots that join, stall, end, and are given to others; and with
-    as many kept rows as there is room for."""
+    as many kept rows as there is room for.
+    """
     draft = DRAFTS[name](tmp_path)
     options: dict[str, Any] = {"num_slots": 4, "cuda_graph": False}
     tuning = tuning_for(draft, [1.0], device, **options)
@@ -260,7 +261,8 @@ def plain_texts() -> list[list[int]]:
 @pytest.mark.parametrize("name", TWICE)
 def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path: Path) -> None:
     """Rounds of any kind in any order, in a pool from which requests are retracted; some are cancelled, and some want
-    no drafts."""
+    no drafts.
+    """
     draft = Twice(TWICE[name](tmp_path))
     rng = random.Random(7)
     options: dict[str, Any] = {"num_slots": 4, "num_pages": 60, "cuda_graph": False}
@@ -441,7 +443,8 @@ def test_resting_costs_what_catching_up_takes_in_the_end() -> None:
 
 def test_a_rest_ends_when_it_has_cost_as_much_as_catching_up() -> None:
     """What is lost by a round of rest is what drafting would have gained in its time. The price falls with the rows that
-    have to be caught up with anyway."""
+    have to be caught up with anyway.
+    """
     made = budget(catch_up=150.0)  # and a draft that is right, for all that is known
     at_rest = 100 + 150 / 16
     lost = at_rest * (2 / 110 * at_rest - 1)

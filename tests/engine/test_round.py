@@ -280,7 +280,7 @@ def training_head() -> Any:
 
 
 def features_of(text: list[int]) -> tuple[Any, torch.Tensor]:
-    """transformers' own hidden states entering the feature layers, of all positions of a text."""
+    """Transformers' own hidden states entering the feature layers, of all positions of a text."""
     model = reference_model()
     layers = feature_layers(config_of_head(Eagle3Head, tiny_model("eagle3")), model.config.num_hidden_layers)
     with torch.inference_mode():
@@ -314,7 +314,8 @@ def paths_of(tree: Any, row: int) -> set[tuple[int, ...]]:
 
 def in_the_format_of_speculators(folder: Path, **options: Any) -> Path:
     """The tiny head as that library saves one: the layer's config apart, without its type's defaults, and the feature
-    layers named by what enters them."""
+    layers named by what enters them.
+    """
     config = json.loads((tiny_model("eagle3") / "config.json").read_text())
     layer_keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     layer = {key: config[key] for key in (*layer_keys, "rms_norm_eps", "rope_parameters", "max_position_embeddings")}

@@ -109,7 +109,8 @@ def test_a_tree_by_calibrated_scores_accepts_what_a_chain_of_as_many_nodes_does(
 )
 def test_the_budget_expects_what_comes(size: int, domain: str, temperature: float) -> None:
     """Over 1000 rounds of the levels that it chooses by the costs of an H200, while drafts are calibrated, behind some
-    that it has learnt from."""
+    that it has learnt from.
+    """
     batch, levels = BATCHES[size], torch.tensor(ROWS[size], dtype=INT)
     limits = torch.tensor([most_nodes(batch, rows, NEEDS) for rows in ROWS[size]], dtype=INT)
     drafts, calibration = synthetic_drafts(domain, temperature), sd.make_calibration(WIDTH - 1, torch.empty(0))

@@ -183,7 +183,8 @@ class LoudMLP(LlamaMLP):
 
 class LoudForCausalLM(LlamaForCausalLM):
     """A Llama with a class of its own in each layer, whose scores have another factor, and whose layers attend to
-    windows of two lengths."""
+    windows of two lengths.
+    """
 
     config_class = LoudConfig
 

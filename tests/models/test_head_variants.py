@@ -1,5 +1,6 @@
 """Published variants of EAGLE and EAGLE-3 heads: chains against a forward pass in float64 without pages or rounds, and
-the packaged head written in the layouts that exporters have."""
+the packaged head written in the layouts that exporters have.
+"""
 
 from __future__ import annotations
 

@@ -249,7 +249,8 @@ def test_logits_are_those_of_rounded_kv(name: str, implementation: str, folder: 
     """Two references. The module itself, with keys and values rounded the same way: float32 rounds a few of them to the
     other side, each by at most 2^-3 of itself, which is far less than all others together. And the module as it is: a
     number is off by 2^-4 of itself at most and by a fortieth on average, scores and values add up many, and layers
-    add their errors: a tenth is expected never to be reached."""
+    add their errors: a tenth is expected never to be reached.
+    """
     source = tiny_model("target") if name == "tiny" else folder
     module = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     sizes: dict[str, Any] = {"max_len": 160, "num_pages": 8, "page_size": 16, "dtype": torch.float32}
@@ -327,7 +328,8 @@ def outputs_of(draft: Draft | None, temperature: float, device: torch.device) ->
 @pytest.mark.parametrize("name", DRAFTS)
 def test_text_is_the_same_with_any_draft(name: str, temperature: float, device: torch.device) -> None:
     """Rows of a tree are rounded as those of plain decoding are. Sums in another order may round a number to the other
-    side, and that may move a choice between tokens that are nearly as good: one text of ten may part for it."""
+    side, and that may move a choice between tokens that are nearly as good: one text of ten may part for it.
+    """
     key = device.type, temperature
     if key not in PLAIN:
         PLAIN[key] = [output.tokens for output in outputs_of(None, temperature, device)[1]]

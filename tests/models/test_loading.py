@@ -153,12 +153,12 @@ def left_out(model: Any) -> None:
         ),
         (
             replaced,
-            "model.layers.0.self_attn.q_proj is a test_loading.OtherLinear, expected a plain torch.nn.Linear",
+            f"model.layers.0.self_attn.q_proj is a {__name__}.OtherLinear, expected a plain torch.nn.Linear",
         ),
-        (wrapped, "model.layers.0.self_attn.q_proj is a test_loading.Wrapper, expected a plain torch.nn.Linear"),
+        (wrapped, f"model.layers.0.self_attn.q_proj is a {__name__}.Wrapper, expected a plain torch.nn.Linear"),
         (
             another_attention,
-            "model.layers.0.self_attn is a test_loading.Attention, expected a module of transformers",
+            f"model.layers.0.self_attn is a {__name__}.Attention, expected a module of transformers",
         ),
         (
             parametrised,

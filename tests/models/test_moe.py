@@ -279,7 +279,8 @@ def test_a_window_of_all_layers(tmp_path: Path, device: torch.device) -> None:
 
 def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks [experts, out, in / 32, 16] uint8 and scales [experts, out, in / 32] uint8 of a weight [experts, in, out],
-    and what they stand for."""
+    and what they stand for.
+    """
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     rows = weight.mT.unflatten(2, (-1, 32))
     exponents = rows.abs().amax(-1).clamp(min=1e-6).div(6).log2().ceil()

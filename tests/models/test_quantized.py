@@ -204,7 +204,8 @@ def test_norms_round_for_the_product_behind_them(name: str, tmp_path: Path, devi
 @pytest.mark.parametrize("name", ROUNDED)
 def test_text_does_not_depend_on_drafts(name: str, tmp_path: Path, device: torch.device) -> None:
     """Rows are rounded one by one: trees, prompts and single tokens have the same scales. The draft is the model itself,
-    through another engine's parts."""
+    through another engine's parts.
+    """
     folder, _ = write_model(tmp_path, name, "qwen2", hidden_size=256, num_key_value_heads=1)
     prompts = random_prompts(4)
     plain, *drafted = (
@@ -240,7 +241,8 @@ def test_rows_of_heads_are_moved_without_a_copy_of_the_weight(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """Neighbours rotate, 16 of a head's 64 numbers: what the kernel takes as pairs is 32 apart. Nothing is left for a
-    call to make, which a graph would refuse."""
+    call to make, which a graph would refuse.
+    """
     linears = [
         quantized_linear(int4_weight(outs), bias).to(device) for outs, bias in ((128, True), (64, True), (64, True))
     ]

@@ -32,7 +32,7 @@ def random_candidates(batch: int, columns: int, missing: float = 0.1) -> sd.Cand
 
 
 def scramble(candidates: sd.Candidates, share: float = 0.1) -> None:
-    """Makes a share of the parents, and of the scores, wrong in every way there is."""
+    """Make some of the parents, and of the scores, wrong in every way there is."""
     batch, columns = candidates.parents.shape
     wild = torch.tensor([*WILD, -2, -(2**31), 0, 1, columns, columns - 1], dtype=torch.int32)
     hit = torch.rand(batch, columns) < share
@@ -55,7 +55,7 @@ def check(
     slots: torch.Tensor | None = None,
     num_slots: int | None = None,
 ) -> tuple[sd.Tree, torch.Tensor]:
-    """The tree and the status, equal to the reference's in every element."""
+    """Return the tree and the status, equal to the reference's in every element."""
     batch = len(candidates.tokens)
     num_slots = batch if num_slots is None else num_slots
     root_tokens, seq_lens = slot_state(num_slots)

@@ -17,7 +17,7 @@ OPS = ["parents", "mask"]
 
 
 def as_mask(parents: torch.Tensor) -> torch.Tensor:
-    """The ancestor mask of well-formed parents."""
+    """Return the ancestor mask of well-formed parents."""
     tokens, seq_lens = torch.zeros_like(parents), torch.zeros(len(parents), dtype=torch.int32)
     return reference.build_tree_from_parents(tokens, parents, seq_lens).mask
 

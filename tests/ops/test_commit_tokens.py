@@ -15,7 +15,7 @@ Arguments = dict[str, Any]  # of commit_tokens
 
 
 def arguments_of(given: dict[str, torch.Tensor], device: torch.device | str = "cpu") -> Arguments:
-    """The call's, from tensors by name: of the emitted rows, of the slots' state where it matters, and `slots`."""
+    """Return the call's arguments from tensors by name: of the emitted rows, of the slots' state where it matters, and `slots`."""
     given = {name: tensor.to(device, copy=True) for name, tensor in given.items()}
     tokens, num_valid = given.pop("tokens"), given.pop("num_valid")
     state = sd.make_slot_state(len(given["seq_lens"]), 1000, 2, like=tokens)

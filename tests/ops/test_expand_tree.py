@@ -133,7 +133,7 @@ def test_empty_batch(device: torch.device) -> None:
 
 
 def two_parents(device: torch.device) -> tuple[sd.Candidates, sd.Frontier, torch.Tensor]:
-    """k = 2, two steps: parents of score 0 and -1."""
+    """K = 2, two steps: parents of score 0 and -1."""
     seq_lens = torch.tensor([7], dtype=torch.int32, device=device)
     ids = torch.tensor([[5, 6]], dtype=torch.int32, device=device)
     candidates, frontier = sd.expand_root(ids, torch.tensor([[0.0, -1.0]], device=device), seq_lens, 2)
@@ -141,7 +141,7 @@ def two_parents(device: torch.device) -> tuple[sd.Candidates, sd.Frontier, torch
 
 
 def expand(device: torch.device, logprobs: list[list[float]], nodes: list[int] | None = None) -> tuple[list[float], list[int]]:  # fmt: skip
-    """The children's scores and the new frontier of `two_parents`."""
+    """Return the children's scores and the new frontier of `two_parents`."""
     candidates, frontier, seq_lens = two_parents(device)
     if nodes is not None:
         frontier.nodes.copy_(torch.tensor([nodes], dtype=torch.int32))

@@ -431,7 +431,7 @@ def eight_bits(
 
 
 def check_eights(got: torch.Tensor, want: torch.Tensor) -> None:
-    """The tensor cores keep some 14 bits of the sums of 128 products."""
+    """Return the tolerance: tensor cores keep some 14 bits of the sums of 128 products."""
     assert got.isfinite().all()
     assert (got.double() - want).norm() <= (2e-2 if got.dtype == torch.bfloat16 else 1e-2) / 4 * want.norm()
 
@@ -565,8 +565,10 @@ class Experts(NamedTuple):
 def experts_of(
     rows: int, taken: int, experts: int, width: int, outs: int, scaled: str, device: torch.device
 ) -> Experts:
-    """Rows that choose at random among all experts but the first two, which are poisoned, as are their scales; weights
-    of 16 bits where `scaled` is "halves"."""
+    """Return rows that select experts at random, except the first two, which are poisoned with their scales.
+
+    Weights have 16 bits if `scaled` is "halves".
+    """
     chosen = 2 + torch.rand(rows, experts - 2).topk(taken).indices
     flat, order = chosen.flatten().sort()
     arguments = {

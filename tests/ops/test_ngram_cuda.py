@@ -47,7 +47,7 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 def text_of(rng: random.Random, alphabet: int, size: int) -> list[int]:
-    """Runs from one of few sources, so that long matches happen."""
+    """Return runs from one of few sources, so that long matches happen."""
     source = random.Random(rng.randrange(4))
     return [source.randrange(alphabet) if rng.random() < 0.97 else rng.randrange(alphabet) for _ in range(size)]
 

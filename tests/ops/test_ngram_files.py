@@ -51,7 +51,7 @@ def checksum(data: bytes) -> int:
 
 
 def sealed(data: bytes) -> bytes:
-    """The file with the checksums its content needs."""
+    """Return the file with the checksums its content needs."""
     head = data[: HEAD - 16] + struct.pack("<Q", checksum(data[HEAD:]))
     return head + struct.pack("<Q", checksum(head)) + data[HEAD:]
 

@@ -59,7 +59,7 @@ def outputs(batch: int, n: int) -> sd.NgramDraft:
 
 
 def with_tree(**fields: torch.Tensor) -> sd.NgramDraft:
-    """Outputs of one row of four nodes, some of them others."""
+    """Allocate outputs of one row of four nodes, some of them others."""
     out = outputs(1, 4)
     return out._replace(tree=out.tree._replace(**fields))
 
@@ -258,7 +258,7 @@ class Ring:
         self._block: dict[reference.Stream, list[int]] = {}  # of each token, by the order in which blocks were taken
 
     def write(self, model: reference.NgramIndex) -> None:
-        """What the model has got since, which is one text's."""
+        """Return what the model has got since, of one text."""
         for text in model.texts:
             blocks = self._block.setdefault(text, [])
             for at in range(len(blocks), len(text.tokens)):
@@ -276,8 +276,10 @@ class Ring:
 @settings(on_any_device, max_examples=200)
 @given(max_tokens=st.integers(1, 200), alphabet=st.integers(1, 5), seed=st.integers(0, 2**32))
 def test_ageing_text_is_never_misread(max_tokens: int, alphabet: int, seed: int, device: torch.device) -> None:
-    """On a ring and a table far too small, through files and scopes: each path continues text that its stream may see
-    and that is held, and twins stay equal, one of them with threads."""
+    """Check that paths continue held, visible text, on a ring and a table far too small, through files and scopes.
+
+    Twins stay equal, one of them with threads.
+    """
     rng = random.Random(seed)
     index = OnDevice(device, max_tokens, 3, 10_000)
     twin = OnDevice(torch.device("cpu"), max_tokens, 3, 10_000, num_threads=3)

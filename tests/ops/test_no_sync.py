@@ -1,5 +1,7 @@
-"""What a GPU runs as a captured round reads no device value on the host. A CPU has no capture to break, so here every
-operation that would is looked for while rounds and passes over prompts are launched."""
+"""Check that captured rounds read no device value on the host.
+
+A CPU has no capture to break, so the tests look for every operation that would, in rounds and prefill.
+"""
 
 from __future__ import annotations
 

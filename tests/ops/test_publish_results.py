@@ -29,7 +29,7 @@ def rings_of(slots: int, batch: int, width: int, device: torch.device, top_n: in
 
 
 def rows(batch: int, width: int, slots: int, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The arguments of `Rings.publish_results`, without slots and scores."""
+    """Return the arguments of `Rings.publish_results`, without slots and scores."""
     state = sd.make_slot_state(slots, 99, 0, like=torch.empty(0))
     state.finish_reasons.copy_(ints(slots)), state.status.copy_(ints(slots))
     state.num_logprobs.copy_(torch.randint(-2, 3, (slots,)))

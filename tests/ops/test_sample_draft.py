@@ -139,7 +139,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 def plackett_luce(p: torch.Tensor, k: int) -> dict[tuple[int, ...], float]:
-    """The probability of each ordered draw of k."""
+    """Return the probability of each ordered draw of k."""
     result = {}
     for order in permutations(range(len(p)), k):
         left, probability = 1.0, 1.0

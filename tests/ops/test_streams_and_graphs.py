@@ -52,7 +52,7 @@ def given_tree() -> sd.Tree:
 
 
 def pool(full: bool) -> Inputs:
-    """A page pool as tensors; full: the slots hold 1 to 3 pages each, named in a random order."""
+    """Return a page pool as tensors; full: the slots hold 1 to 3 pages each, named in a random order."""
     made = sd.make_page_pool(PAGES, B, PAGES // B, PAGE, like=torch.empty(0))
     made.free_stack.copy_(torch.randperm(PAGES))
     if full:
@@ -313,7 +313,7 @@ def pack_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def state_inputs() -> Inputs:
-    """The state of slots that run, with two stop tokens each."""
+    """Return the state of slots that run, with two stop tokens each."""
     state = sd.make_slot_state(B, 40, 2, like=torch.empty(0))
     state.stop_tokens.copy_(ints(0, VOCAB, B, 2))
     for tensor in (state.seq_lens, state.remaining, state.top_k, state.stops_from, state.num_logprobs, state.max_nodes):

@@ -33,7 +33,7 @@ MACHINE = plan_here(torch.bfloat16).split(".")[0] if HAS_CUDA else "cpu"  # "sm8
 
 
 def on_plans(*names: str) -> pytest.MarkDecorator:
-    """A test of some kernels: `plan` is each name, where this GPU runs it, and once None, on the CPU."""
+    """Parametrize a test over kernels: `plan` is each name, where this GPU runs it, and once None, on the CPU."""
     plans = [
         pytest.param(
             torch.device("cuda"), name, id=name, marks=pytest.mark.skipif(name[:4] != MACHINE, reason="other GPU")
@@ -49,7 +49,7 @@ def kernels() -> list[str]:
 
 
 def plan_of_kernel(variant: str) -> tuple[str, int, torch.dtype]:
-    """A plan that runs it, the head dimension, and the dtype of pools."""
+    """Return a plan that runs it, the head dimension, and the dtype of pools."""
     name, _, rest = variant.rpartition(".d")
     head_dim, _, fp8 = rest.partition(".")
     return name.replace(".sharing", ".sharing2"), int(head_dim), FP8 if fp8 else torch.bfloat16
@@ -76,7 +76,7 @@ def soft_cap_error(dtype: torch.dtype, soft_cap: object) -> float:
 
 
 def check(q: torch.Tensor, cache: Cache, *, out: torch.Tensor | None = None, **arguments: object) -> torch.Tensor:
-    """Runs the op over poisoned outputs, compares out, lse and status with the reference, and returns status."""
+    """Run the op over poisoned outputs, compares out, lse and status with the reference, and returns status."""
     arguments = {k: v.to(q.device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     out = torch.empty_like(q) if out is None else out
     out.fill_(NAN)
@@ -552,7 +552,7 @@ def test_fp8_pools_and_q_of_any_size(device: torch.device, head_dim: int) -> Non
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [R, D] over k, v [n, D]: exactly, and as FlashAttention computes it, with weights rounded to the dtype."""
+    """Q [R, D] over k, v [n, D]: exactly, and as FlashAttention computes it, with weights rounded to the dtype."""
     weights = (q.double() @ k.double().T / q.shape[-1] ** 0.5).softmax(-1)
     rounded = (weights / weights.amax(-1, keepdim=True)).to(q.dtype).double()
     exact = weights / weights.amax(-1, keepdim=True)

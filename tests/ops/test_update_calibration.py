@@ -20,7 +20,7 @@ VOCAB, TOPK, STEPS, NODES = 48, 4, 3, 12
 
 
 def target_table() -> torch.Tensor:
-    """log p [V, V] of the token that follows each; what follows some is nearly certain, what follows others open."""
+    """Log p [V, V] of the token that follows each; what follows some is nearly certain, what follows others open."""
     sharpness = torch.linspace(0.5, 5, VOCAB)[torch.randperm(VOCAB)]
     return torch.log_softmax(torch.randn(VOCAB, VOCAB) * sharpness[:, None], 1)
 

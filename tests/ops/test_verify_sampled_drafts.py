@@ -1,5 +1,7 @@
-"""verify_tree with sampled candidates: the target's distribution comes out, and drafts are accepted as often as theory
-says. First the algorithms themselves, by enumeration of every draft of a tiny vocabulary; then the op."""
+"""verify_tree with sampled candidates: the target's distribution, and acceptance as often as theory says.
+
+First the algorithms, by enumeration of every draft of a tiny vocabulary; then the op.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Outcomes = dict[Text, float]  # emitted tokens, and their chance
 
 
 def softmax_table(vocab: int, sharpness: float = 1.5) -> Tensor:
-    """A Markov model: the distribution [V] that follows each token."""
+    """Return a Markov model: the distribution [V] that follows each token."""
     return torch.softmax(torch.randn(vocab, vocab, dtype=torch.float64) * sharpness, -1)
 
 
@@ -51,7 +53,7 @@ def assert_target_text(outcomes: Outcomes, p: Tensor, length: int) -> None:
 
 
 def walk(p: Tensor, q: Tensor, shape: list[int], token: int, chance: float, text: Text, outcomes: Outcomes) -> None:
-    """A tree of shape[0] children of the root, each with shape[1] of its own, and so on: all drafts and coins."""
+    """Build a tree of shape[0] children of the root, each with shape[1] of its own, and so on: all drafts and coins."""
     for drawn, drawn_chance in draws(q[token], shape[0] if shape else 0):
         accepted, bonus = reference.rejection(p[token], q[token], drawn)
         for d, accepted_chance in zip(drawn, accepted, strict=True):
@@ -134,7 +136,7 @@ def test_choosing_among_drawn_candidates_biases_the_text(choose: str) -> None:
 def drawn_trees(
     parents: list[int], n: int, draft: Tensor, draft_temperature: float, id_map: Tensor | None = None
 ) -> sd.Tree:
-    """n trees of one shape below token 0, children drawn with Gumbel noise from the draft's logits [V, Vd]."""
+    """N trees of one shape below token 0, children drawn with Gumbel noise from the draft's logits [V, Vd]."""
     shape = tree_of(parents, [0] * len(parents))
     depth = [0] * len(parents)
     tokens = torch.zeros(n, len(parents), dtype=torch.int64)
@@ -166,7 +168,7 @@ def verify(
     id_map: Tensor | None = None,
     **arguments: bool,
 ) -> sd.Accepted:
-    """The op on trees whose nodes' logits follow from their tokens; a node's draft row is its parent's number."""
+    """Run the op on trees whose nodes' logits follow from their tokens; a node's draft row is its parent's number."""
     n, nodes = tree.tokens.shape
     target, draft = target.to(device), draft.to(device)
     tree = sd.Tree(*(field.to(device) for field in tree))
@@ -188,7 +190,7 @@ def verify(
 
 
 def assert_first_two(got: sd.Accepted, p: Tensor) -> None:
-    """The first two tokens, the second drawn from the target where the op emitted one, follow the target."""
+    """Check that the first two tokens follow the target; the second is drawn from it if the op emitted one."""
     vocab = len(p)
     first = got.tokens[:, 0].long()
     second = torch.multinomial(p[first], 1)[:, 0]

@@ -41,7 +41,7 @@ def draw(logits: Tensor, parameters: Sampling, positions: Tensor | None = None, 
 
 
 def acceptable(x: Tensor, s: Sampling, b: int, position: int) -> set[int]:
-    """What the reference draws, the probabilities and top-p known to 1e-6."""
+    """Return what the reference draws, the probabilities and top-p known to 1e-6."""
     u = reference.uniform(int(s["seeds"][b]), position + 1)
     top_k, top_p, min_p = int(s["top_k"][b]), float(s["top_p"][b]), float(s["min_p"][b])
     tokens = set()
@@ -275,7 +275,7 @@ def chain_of(tokens: list[list[int]], first_position: int, device: torch.device)
 
 
 def markov_text(table: Tensor, parameters: Sampling, length: int, drafts: Tensor | None) -> list[int]:
-    """A text of the target whose next-token logits are table[token], verified along the rows of random chains."""
+    """Return a text of the target whose next-token logits are table[token], verified along the rows of random chains."""
     device, text = table.device, [0]
     round_ = 0
     while len(text) <= length:

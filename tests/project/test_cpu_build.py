@@ -30,8 +30,10 @@ spec.loader.exec_module(sys.modules["specdec_kernels._C"])
 
 @pytest.fixture(scope="module")
 def preamble() -> str:
-    """The beginning of a program that uses a build without CUDA: the installed one if it is such a build, else one whose
-    directory is kept, so that the next build takes seconds."""
+    """Return the start of a program that uses a build without CUDA.
+
+    That is the installed one, or one whose directory is kept, so that the next build takes seconds.
+    """
     if specdec_kernels.cuda_version is None:
         return IMPORTS
     native_build.require(["cmake", "ninja", "pybind11", "tvm_ffi"], ["c++"])

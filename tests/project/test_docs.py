@@ -43,13 +43,13 @@ def without_code(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#...` may name: each heading in lower case, without punctuation, with dashes for spaces."""
+    """Return what `#...` may name: each heading in lower case, without punctuation, with dashes for spaces."""
     headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def printed_by(block: str) -> list[str]:
-    """The lines a block says it prints: the comments behind its `print` calls."""
+    """Return the lines that a block says it prints: the comments after its `print` calls."""
     return re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
 
 
@@ -147,8 +147,7 @@ def shown_in_reference() -> list[str]:
 
 
 def test_reference_has_every_public_name_once() -> None:
-    """What `specdec_kernels.engine` and `hf` export, every function that another engine calls, and what SGLang and vLLM are
-    given by the plugins."""
+    """The exports of `engine` and `hf`, every function that other engines call, and what the plugins register."""
     plugin = [
         "compat.sglang.attention.TreeAttention",
         "compat.sglang.attention.TreeAttentionSteps",

@@ -18,7 +18,7 @@ QUICK = "None"  # a build type of no options: neither optimized nor with debug i
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """What a clone would hold: every file that git does not ignore, and nothing that was built."""
+    """Copy what a clone would hold: every file that git does not ignore, and nothing that was built."""
     native_build.require([], ["git", "c++"])
     if not (ROOT / ".git").exists():
         pytest.skip("this is no git checkout")
@@ -32,7 +32,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Path:
-    """An environment with pip alone; returns its Python."""
+    """Create an environment with pip alone; return its Python."""
     native_build.run([sys.executable, "-m", "venv", tmp_path / "environment"])
     return tmp_path / "environment" / "bin" / "python"
 
@@ -42,7 +42,7 @@ def files(folder: Path) -> set[Path]:
 
 
 def pip(python: Path, *arguments: str | Path, **variables: str) -> None:
-    """pip with this project's versions, also for what it installs to build with."""
+    """Pip with this project's versions, also for what it installs to build with."""
     constraints = (ROOT / "constraints.txt").as_uri()
     command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     native_build.run(command, PIP_CONSTRAINT=constraints, PIP_BUILD_CONSTRAINT=constraints, PYTHONPATH="", **variables)

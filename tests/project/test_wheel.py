@@ -32,8 +32,7 @@ WHEELS = [None, *sorted((ROOT / "dist").glob("specdec_kernels-*.whl"))]
 
 @pytest.fixture(scope="module", params=WHEELS, ids=["built" if path is None else path.stem for path in WHEELS])
 def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each wheel that `./build.sh wheel` has left in dist, and one of the objects that the development build has just
-    made, so that nothing is compiled a second time."""
+    """Return each wheel in dist, and one made of the objects of the development build, without compiling again."""
     native_build.require(["scikit_build_core", "pybind11", "tvm_ffi"], ["c++", "readelf", "nm"])
     if request.param is not None:
         made = request.param.stat().st_mtime
@@ -68,7 +67,7 @@ def version(wheel: Path) -> str:
 
 
 def interpreter(wheel: Path) -> str:
-    """The Python that a wheel is for, looked for where build.sh does."""
+    """Return the Python that a wheel is for, looked for where build.sh does."""
     tag = wheel.name.split("-")[2]
     if tag == HERE:
         return sys.executable
@@ -82,7 +81,7 @@ def interpreter(wheel: Path) -> str:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel and nothing else, not even pip."""
+    """Create an environment with the wheel and nothing else, not even pip."""
     directory = tmp_path_factory.mktemp("environment")
     native_build.run([interpreter(wheel), "-m", "venv", "--without-pip", directory])
     python = directory / "bin" / "python"
@@ -94,7 +93,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def packages(wheel: Path, python: Path, tmp_path: Path) -> Path:
-    """A directory with numpy and nothing else: this one, or for another Python the one that pip finds."""
+    """Return a directory with numpy and nothing else: this one, or for another Python the one that pip finds."""
     if wheel.name.split("-")[2] == HERE:
         installed = Path(numpy.__file__).parents[1]
         for name in ("numpy", "numpy.libs"):
@@ -199,9 +198,11 @@ print(sd.select_topk(np.array([[0, 3, 1, 2]], np.float32), 2)[0].tolist())
 
 
 def torch_for(tag: str, release: str) -> Path:
-    """A folder with that torch for that Python: the one installed here, or of SPECDEC_TORCHES (separated by colons, made
-    by `pip install --target`). Of releases PyPI has CUDA builds alone, which do not import without NVIDIA's packages:
-    gigabytes that no test downloads."""
+    """Return a folder with that torch for that Python: the installed one, or one of SPECDEC_TORCHES.
+
+    SPECDEC_TORCHES lists folders of `pip install --target`, separated by colons. PyPI has only CUDA builds of torch,
+    which need gigabytes of NVIDIA's packages that no test downloads.
+    """
     here = importlib.util.find_spec("torch")
     folders = [] if here is None or here.origin is None else [str(Path(here.origin).parents[1])]
     for folder in map(Path, [*folders, *filter(None, os.environ.get("SPECDEC_TORCHES", "").split(":"))]):

@@ -101,7 +101,7 @@ class Device:
         result[0] = self.num_published
 
     def measure(self, *sizes: int) -> None:
-        """These sizes, or every one; what happens meanwhile is forgotten."""
+        """Time these sizes, or every one; forget what happens meanwhile."""
         before = self.lengths[:], self.rng.getstate()
         self.scheduler.measure_rounds([*sizes] or [*range(1, len(self.lengths) + 1)])
         self.measured, self.rounds = self.rounds, []
@@ -116,7 +116,7 @@ class Device:
         return self.rng.random() < self.rate
 
     def run(self, rounds: int) -> list[int]:
-        """The nodes of so many rounds more."""
+        """Return the nodes of `count` more rounds."""
         before = len(self.rounds)
         while len(self.rounds) < before + rounds:
             self.scheduler.step()
@@ -300,8 +300,10 @@ def test_it_climbs_again(cost: Callable[[int, int], float], batch: int) -> None:
 
 
 def test_larger_trees_are_not_judged_from_where_small_ones_end() -> None:
-    """A text in which every fourth draft is wrong, and requests that come together: in rounds of two nodes most would
-    begin amid such a piece, from where larger trees look worse than they are."""
+    """Check a text in which every fourth draft is wrong, with requests that come together.
+
+    In rounds of two nodes most would begin within such a chunk, where larger trees look worse than they are.
+    """
     us = {1: 5400, 2: 5500, 4: 8600, 8: 14500, 16: 24000}
     device = Device(lambda _batch, nodes: us[nodes], 0.0, 64)
     device.wrong_each = 4

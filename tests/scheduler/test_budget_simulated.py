@@ -215,8 +215,7 @@ def test_a_row_for_each_of_the_batch_is_plain_decoding(requests: int) -> None:
 
 @sizes
 def test_what_is_promised_above_is_no_hope(size: int) -> None:
-    """Levels that a round has not, and whose drafts it has scored: they are worth what those promise, and as true as the
-    levels below."""
+    """Check levels above a round's own, whose drafts it scored: predicted gains count, corrected as levels below."""
     budget, batch, rows = Machine(size, us_of).budget, BATCHES[size], ROWS[size]
     gains = [batch * gain("code", r / batch) for r in rows]
     below = len(rows) // 2
@@ -240,8 +239,10 @@ CONSTANTS = [name for name in vars(BudgetConstants) if not name.startswith("_")]
 
 
 def figures(constants: BudgetConstants) -> str:
-    """Return the throughput relative to plain decoding with wrong drafts, and to the best level for a changing text:
-    the least and the mean over batch sizes."""
+    """Return the least and mean throughput over batch sizes.
+
+    It is relative to plain decoding with wrong drafts, and to the best level for a changing text.
+    """
     plain, best = [], []
     for size in range(len(BATCHES)):
         machine = Machine(size, us_of, boast=1.0, constants=constants)
@@ -272,7 +273,7 @@ def golden() -> str:
 
 
 def test_golden_figures() -> None:
-    """To record new ones: PYTHONPATH=tests python tests/scheduler/test_budget_simulated.py"""
+    """To record new figures: PYTHONPATH=tests python tests/scheduler/test_budget_simulated.py."""
     assert golden() == GOLDEN.read_text()
 
 

@@ -51,7 +51,7 @@ def make_cache(
 
 
 def pack_bits(visible: torch.Tensor) -> torch.Tensor:
-    """bool [..., tail] to int64 words [..., ceil(tail / 64)]."""
+    """Bool [..., tail] to int64 words [..., ceil(tail / 64)]."""
     words = torch.zeros(*visible.shape[:-1], -(-visible.shape[-1] // 64), dtype=torch.int64)
     for j in range(visible.shape[-1]):
         words[..., j // 64] |= visible[..., j].long() << (j % 64)

@@ -316,7 +316,8 @@ def batch_sizes_of(options: EngineOptions, captures: bool) -> tuple[int, ...]:
 
 def round_sizes_of(config: EngineConfig, model: Any, draft: Draft) -> tuple[RoundSize, ...]:
     """Return the rounds to capture: for each batch size a first round, a catch-up pass if drafts can be idle, and each
-    number of rows, each for the KV lengths at which attention changes its plan."""
+    number of rows, each for the KV lengths at which attention changes its plan.
+    """
     sizes = []
     for batch, rows in zip(config.batch_sizes, config.all_rows, strict=True):
         catch_up = [_C.CATCH_UP] if config.max_idle_rounds else []

@@ -87,7 +87,8 @@ class Engine:
     @property
     def not_captured(self) -> str | None:
         """Return why rounds of a model that runs by transformers' modules could not be captured; None if they were, or
-        were not to be."""
+        were not to be.
+        """
         return self.core.executor.not_captured
 
     @property

@@ -115,7 +115,8 @@ def open_language_model(
 
 def windows_of(config: Any, implementation: str) -> set[int | None]:
     """The windows of a model's layers, None among them if some layer sees all, or may: transformers' modules say what
-    they see when they run."""
+    they see when they run.
+    """
     if implementation == "transformers":
         return {None, largest(config, "sliding_window")}
     family = family_of(config)

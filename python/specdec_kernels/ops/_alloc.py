@@ -8,7 +8,7 @@ from typing import Any
 
 
 def empty(op: str, like: Any, shape: Sequence[int], dtype: str) -> Any:
-    """An uninitialised tensor like `like`: `new_empty` where the type has it (torch), `numpy.empty` for NumPy."""
+    """Allocate an uninitialized tensor like `like`: by `new_empty` (torch) or `numpy.empty`."""
     new_empty = getattr(like, "new_empty", None)
     if new_empty is not None:
         try:
@@ -22,7 +22,7 @@ def empty(op: str, like: Any, shape: Sequence[int], dtype: str) -> Any:
 
 
 def empty_like(op: str, like: Any, shape: Sequence[int]) -> Any:
-    """As `empty`, of the dtype of `like`."""
+    """Allocate as `empty` does, with the dtype of `like`."""
     new_empty = getattr(like, "new_empty", None)
     if new_empty is not None:
         return new_empty(shape)
@@ -30,7 +30,7 @@ def empty_like(op: str, like: Any, shape: Sequence[int]) -> Any:
 
 
 def fill_zeros(out: Any, stream: int | None) -> None:
-    """Zeros in a tensor, on the stream that the op runs on."""
+    """Fill a tensor with zeros on the stream that the op runs on."""
     if stream is None or not getattr(out, "is_cuda", False):
         out[...] = 0
         return
@@ -40,26 +40,26 @@ def fill_zeros(out: Any, stream: int | None) -> None:
 
 
 def arange_like(like: Any, start: int, stop: int, step: int) -> Any:
-    """`arange` of the library that `empty` allocates from."""
+    """Call `arange` of the library that `empty` allocates from."""
     library = sys.modules["torch" if hasattr(like, "new_empty") else "numpy"]
     return library.arange(start, stop, step)
 
 
 def bit_numbers(like: Any) -> Any:
-    """0 to 63 beside `like`: what its 64-bit words are shifted by."""
+    """Return 0 to 63 on the device of `like`: the shifts of a 64-bit word."""
     if hasattr(like, "new_empty"):
         return sys.modules["torch"].arange(64, device=like.device)
     return sys.modules["numpy"].arange(64)
 
 
 def wrong_type(op: str, name: str, value: Any, kind: type) -> TypeError:
-    """The error for a struct that is something else, such as a plain tuple."""
+    """Return the error for a struct of another type, such as a plain tuple."""
     article = "an" if kind.__name__[0] in "AE" else "a"
     return TypeError(f"{op}: {name} is a {type(value).__name__}, expected {article} {kind.__name__}")
 
 
 def shape_of(op: str, name: str, tensor: Any, ndim: int) -> tuple[int, ...]:
-    """The shape of `tensor`, which must have `ndim` dimensions (needed before its outputs can be allocated)."""
+    """Return the shape of `tensor`, which must have `ndim` dimensions (needed before its outputs can be allocated)."""
     shape = getattr(tensor, "shape", None)
     if shape is None:
         raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")

@@ -25,4 +25,3 @@ def native_halves(op: str) -> list[str]:
     if not hasattr(_C, op) or op.endswith(("_workspace", "_plan")):
         return []
     return ["cpu"] if _C.cuda_version is None else ["cpu", "cuda"]
-

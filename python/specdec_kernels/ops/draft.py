@@ -60,7 +60,7 @@ def sample_draft(
     out: TopK | None = None,
     stream: int | None = None,
 ) -> TopK:
-    """k draws without replacement from softmax(logits / temperature) of every row, in draw order.
+    """K draws without replacement from softmax(logits / temperature) of every row, in draw order.
 
     Gumbel top-k (Kool et al., 2019, https://arxiv.org/abs/1903.06059). The noise of an entry depends on its request's
     seed, the position of the token drawn, the row's number among its request's and the entry's index alone: not on
@@ -210,7 +210,7 @@ def expand_tree(
     out: DraftInputs | None = None,
     stream: int | None = None,
 ) -> DraftInputs:
-    """A later draft step: append the frontier's k * k children, keep the best k of them as the next frontier.
+    """Run a later draft step: append the frontier's k * k children and keep the best k as the next frontier.
 
     What `expand_root` returned is updated in place: the candidates, and the frontier's nodes and mask. The tokens and
     positions of the new frontier are in the result.
@@ -278,7 +278,7 @@ class Calibration(NamedTuple):
 
 
 def make_calibration(num_depths: int, like: Tensor) -> Calibration:
-    """A calibration that changes nothing yet, on the device of `like` (torch or NumPy).
+    """Allocate an identity calibration on the device of `like` (torch or NumPy).
 
     Args:
         num_depths: D, 1 to 64: one for each step of drafting.
@@ -307,7 +307,7 @@ def update_calibration(
     *,
     stream: int | None = None,
 ) -> None:
-    """What became of a round's nodes moves how the scores of the next ones are put right.
+    """Update the calibration of draft scores from which of a round's nodes were accepted.
 
     A node counts if what was emitted led to its parent and went on: then it was taken, or it was not. What its draft
     had said of it is the inverse of the table at its score less its parent's, so nothing else has to be kept of the
@@ -359,7 +359,7 @@ def draft_extend_inputs(
     out: DraftExtendInputs | None = None,
     stream: int | None = None,
 ) -> DraftExtendInputs:
-    """What draft-extend runs on: the tokens a round accepted, as rows of a forward pass of the draft.
+    """Write the inputs of draft-extend: the tokens that a round accepted, as rows of the draft's forward pass.
 
     Args:
         tokens, path: [B, S] int32, as `commit_tokens` left them.

@@ -22,7 +22,7 @@ class PagePool(NamedTuple):
 
 
 def make_page_pool(num_pages: int, num_slots: int, max_pages: int, page_size: int, like: Tensor) -> PagePool:
-    """A pool of `num_pages` free pages on the device of `like` (torch or NumPy), the lowest ids given away first.
+    """Allocate a pool of `num_pages` free pages on the device of `like` (torch or NumPy); low ids go first.
 
     Args:
         num_pages: pages of the pool, shared by all slots.
@@ -95,8 +95,10 @@ def free_pages(
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Take back each slot's pages beyond the first `prefix_lens[slot]` rows (0: all), row after row of `slots`; or with
-    a window those that lie wholly before the last `window` of these rows, which no layer with this window sees again.
+    """Free each slot's pages after the first `prefix_lens[slot]` rows (0: all), or before a sliding window.
+
+    With a window, pages wholly before the last `window` of these rows are freed: no layer with this window reads them
+    again. Rows of `slots` are processed in order.
 
     A page loses one owner and is free when it has none left. The last page goes first, so that the next `alloc_pages`
     gives the same pages in the same order.
@@ -125,8 +127,9 @@ def fork_pages(
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """Give the empty slot `dst_slots[b]` the first `prefix_lens[dst]` rows of slot `src_slots[b]`: several samples of
-    one prompt, or a prefix that requests have in common.
+    """Give the empty slot `dst_slots[b]` the first `prefix_lens[dst]` rows of slot `src_slots[b]`.
+
+    Use it for several samples of one prompt, or for a common prefix of requests.
 
     Whole pages are shared: they gain an owner, and ops that are given `page_refs` write them no more. A partial page at
     the end becomes a page of the destination's own, whose rows `copy_kv` then copies, in the target's pools and in the
@@ -295,8 +298,9 @@ def copy_kv(
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Copy the last `num_rows[b]` of the first `prefix_lens[dst]` KV rows from slot `src_slots[b]` to `dst_slots[b]`,
-    in every layer: what `fork_pages` leaves to do.
+    """Copy the last rows of a prefix from slot `src_slots[b]` to `dst_slots[b]`, in every layer.
+
+    These are the last `num_rows[b]` of the first `prefix_lens[dst]` KV rows, which `fork_pages` leaves to copy.
 
     Rows keep their numbers. Rows with an empty slot on either side, and stalled destinations, copy nothing. A row that
     has no place on either side is left out, and the destination's status says why. Rows of one call must not write

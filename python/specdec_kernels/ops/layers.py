@@ -1,6 +1,4 @@
-"""Layer ops: RMSNorm with residual, SwiGLU, small-M GEMM, MoE routing and grouped GEMM,
-FP8 and INT4 quantization, RoPE with KV write.
-"""
+"""Layer ops: RMSNorm + residual, SwiGLU, small-M GEMM, MoE, FP8 and INT4 quantization, RoPE with KV write."""
 
 from __future__ import annotations
 
@@ -228,7 +226,8 @@ def moe_grouped_gemm(
 class Routing(NamedTuple):
     """The experts of each row, their weights, and (row, expert) pairs as `moe_grouped_gemm` reads them.
 
-    Pairs of row r are r * top_k to r * top_k + top_k - 1."""
+    Pairs of row r are r * top_k to r * top_k + top_k - 1.
+    """
 
     topk_ids: Tensor  # [T, top_k] int64, distinct within a row
     topk_weights: Tensor  # [T, top_k] float32

@@ -32,7 +32,7 @@ class Tree(NamedTuple):
     num_nodes: Tensor  # [B] int32, including the root
 
     def dense_mask(self) -> Tensor:
-        """The mask with one bool for each pair of nodes, as attention that takes a dense mask wants it.
+        """Return the mask with one bool for each pair of nodes, for attention that takes a dense mask.
 
         Returns:
             [B, N, N] bool, of torch or NumPy as the tree is: node i sees node j. For
@@ -53,7 +53,7 @@ class Accepted(NamedTuple):
 
 
 def tree_outputs(op: str, name: str, like: Tensor, nodes: int | None, ndim: int = 2) -> Tree:
-    """A new tree: rows as many as `like` has, of `nodes` nodes (None: as `like`)."""
+    """Allocate a tree with as many rows as `like`, of `nodes` nodes (None: as `like`)."""
     batch, *columns = shape_of(op, name, like, ndim)
     nodes = max(columns[0] if nodes is None else nodes, 0)  # the op itself refuses a number out of range
     row = (batch, nodes)

@@ -70,7 +70,7 @@ def build_tree_from_parents(
     out: Tree | None = None,
     stream: int | None = None,
 ) -> Tree:
-    """A tree that comes from elsewhere as parent pointers. Siblings may carry the same token.
+    """Build a tree from parent pointers. Siblings may carry the same token.
 
     A row with a child before its parent, a second root, a parent out of range, or `num_nodes` outside 1 to N is
     refused: it becomes the root alone and sets Status BAD_TREE.
@@ -108,7 +108,7 @@ def build_tree_from_mask(
     out: Tree | None = None,
     stream: int | None = None,
 ) -> Tree:
-    """A tree that comes from elsewhere as an ancestor mask. Siblings may carry the same token.
+    """Build a tree from an ancestor mask. Siblings may carry the same token.
 
     Each row must be its parent's row and its own bit, and row 0 bit 0 alone. A mask with a missing root or own bit, a
     bit above the diagonal, or a row that is not closed under ancestors, and `num_nodes` outside 1 to N, are refused:
@@ -146,7 +146,7 @@ def merge_trees(
     out: tuple[Tree, Tensor] | None = None,
     stream: int | None = None,
 ) -> tuple[Tree, Tensor]:
-    """The union of two drafts of the same requests, cut to its best nodes: the n-gram index's and a model's, say.
+    """Merge two drafts of the same requests (of an n-gram index and a model, say) and keep the best nodes.
 
     Nodes with the same tokens on their paths become one, with the better of their scores; a score above that of a node
     before it on the path counts as that one's. Nodes 1, 2, ... of the result are the best N - 1 by score, ties to `a`

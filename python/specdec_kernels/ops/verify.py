@@ -307,7 +307,7 @@ def score_tokens(
     out: TokenScores | None = None,
     stream: int | None = None,
 ) -> TokenScores:
-    """What `verify_tree` emitted, scored: log-softmax of the raw logits that chose each token.
+    """Compute log-probabilities of the tokens that `verify_tree` emitted, from the raw logits that chose them.
 
     Logits of other nodes are not read. A token beyond its row's num_valid has log-probability -inf and ids -1, and so
     has one whose node or token is out of range, or whose request did not ask.

@@ -70,8 +70,9 @@ def rejection(p: Tensor, q: Tensor, drafts: list[int]) -> tuple[list[float], Ten
 
 
 def block_rejection(p: Tensor, q: Tensor, drafts: list[int]) -> tuple[list[float], Tensor]:
-    """Apply block verification (Sun et al., arXiv 2403.10444, algorithm 2) to a chain drawn from q [gamma, V], with the
-    target's p [gamma + 1, V] along it.
+    """Apply block verification (Sun et al., arXiv 2403.10444, algorithm 2) to a chain of drafts.
+
+    The chain was drawn from q [gamma, V]; p [gamma + 1, V] is the target's along it.
 
     Return the probability that exactly the first 0, 1, ..., gamma drafts are accepted, and the distributions
     [gamma + 1, V] of the token after them.

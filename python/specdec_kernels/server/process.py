@@ -16,7 +16,8 @@ SWITCH_SECONDS = 2e-4
 @contextmanager
 def serving_process() -> Iterator[None]:
     """While it serves. What has been loaded stays: a collection of garbage that looks through all of it stops every
-    request for a fifth of a second."""
+    request for a fifth of a second.
+    """
     before = sys.getswitchinterval()
     gc.collect()
     gc.freeze()

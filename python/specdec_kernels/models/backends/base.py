@@ -102,7 +102,8 @@ class HeldModel:
 
     def _make_pools(self, source: str | Path | nn.Module, shapes: Sequence[KvShape], options: ModelOptions) -> None:
         """Allocate pools of `kv_dtype`. If it differs from `dtype`, they have the scales of the source's checkpoint, or
-        measured ones."""
+        measured ones.
+        """
         self.is_given = isinstance(source, nn.Module)
         page_size, dtype = options.page_size, options.dtype
         kv_dtype, device = options.kv_dtype or dtype, self.embedding.weight.device

@@ -136,7 +136,8 @@ def agree(
 
 def norm_like(module: nn.Module, width: int, like: Tensor) -> Callable[[], RMSNorm] | None:
     """What makes the root mean square norm that a module is, by weight, 1 + weight or ones, which are like `like`;
-    None: it is none."""
+    None: it is none.
+    """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     eps = next((getattr(module, name) for name in EPSILONS if isinstance(getattr(module, name, None), float)), None)
     weight = tensors.pop("weight", None)
@@ -200,7 +201,8 @@ def route_rotations(model: nn.Module, rotate: Callable[..., Any]) -> None:
 
 def is_rotation_of_halves(q: Tensor, k: Tensor, out: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
     """Whether `out` is q and k [1, heads, T, D], rotated number i with number i + D / 2 by cosines and sines
-    [1, T, D / 2], or these twice [1, T, D], as `rope_qkv_write_kv` does it."""
+    [1, T, D / 2], or these twice [1, T, D], as `rope_qkv_write_kv` does it.
+    """
     if named or len(arguments) != 2 or not all(isinstance(table, Tensor) for table in arguments):
         return False
     half = q.shape[-1] // 2

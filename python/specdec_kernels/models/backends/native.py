@@ -100,7 +100,8 @@ class CausalLM(HeldModel):
 
     def prefill(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, last: LastRows | None = None) -> Prefilled:
         """`forward` for the sake of the rows' KV, of the features and of the hidden states of the last rows. They alone
-        pass what follows the last layer's KV, where theirs is written a second time."""
+        pass what follows the last layer's KV, where theirs is written a second time.
+        """
         layer, norm, hidden = self.decoder.layers[-1], self.decoder.norm, None
         if len(self.decoder.layers) in self.feature_layers:
             x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, batch)
@@ -125,7 +126,8 @@ class CausalLM(HeldModel):
     ) -> tuple[Tensor | ExpertOutputs, Tensor | None, Tensor]:
         """What the first `count` layers leave for what comes behind them to enter: rows [T, H], and the state of the
         residual stream, if there is one. And the states that entered the kept layers [T, len(_kept_layers), H], which
-        for the one behind these are there when it is entered."""
+        for the one behind these are there when it is entered.
+        """
         layers = self.decoder.layers
         embedded, residual = self.decoder.embedding(tokens, positions).flatten(0, -2), None
         # The residual stream is in one place, where it is written over; and in others where a feature stays behind, for

@@ -65,7 +65,8 @@ def difference(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> float:
 
 def own_logits(lm: TransformersLM, tokens: Tensor, prefix: int, parents: list[int]) -> tuple[Tensor, Tensor]:
     """[nodes, V], of each node behind its path, by the module's own forward pass; and [1, V], of the last node again,
-    by two passes with the module's own cache."""
+    by two passes with the module's own cache.
+    """
     from .transformers import shared_copy
 
     model = shared_copy(lm.model)

@@ -289,7 +289,8 @@ def gathered_attention(
     q: Tensor, seen: Seen, kv: LayerKv, rows: PagedBatch, scale: float, soft_cap: float | None, sink: Tensor | None
 ) -> Tensor:
     """What `tree_attention` computes of q [B, Q, heads, D] or [M, heads, D], and chunks, by plain products over the KV
-    of one request after the other, gathered from its pages. Rows that count for nobody are finite."""
+    of one request after the other, gathered from its pages. Rows that count for nobody are finite.
+    """
     ends = rows.cu_seqlens_q
     if ends is None:
         assert rows.tail_len is not None

@@ -475,7 +475,8 @@ def own_name(key: str) -> str:
 
 def faults_of(head: DraftHead, tensors: Mapping[str, Tensor], shared: Mapping[str, nn.Module]) -> list[str]:
     """Where tensors do not fit a head that was made without storage; modules of `shared`, by parameter name, stand in
-    for those that are missing."""
+    for those that are missing.
+    """
     expected = {key: list(parameter.shape) for key, parameter in head.state_dict().items()}
     faults = []
     if missing := [key for key in expected if key not in tensors and key not in shared]:

@@ -113,7 +113,8 @@ def text_config(config: Any) -> Any:
 
 def placeholders(config: Any) -> dict[int, str]:
     """Of a model's whole config: the tokens in whose places states of other senses than text are put, by their names
-    there."""
+    there.
+    """
     if config.get_text_config(decoder=True) is config:
         return {}
     tokens = ((getattr(config, name, None), name) for name in PLACEHOLDERS)
@@ -139,7 +140,8 @@ def module_config(model: nn.Module, name: str) -> Any:
 
 def scheme_in(values: dict[str, Any], what: str) -> Scheme | None:
     """How the weights of a config are stored; None: as they are. ValueError for a way that is not supported, before any
-    weights are read."""
+    weights are read.
+    """
     for part in (values, values.get("text_config") or {}):
         for key in ("quantization_config", "compression_config"):
             if (quantisation := part.get(key)) and not is_of_kv_alone(quantisation):
@@ -189,7 +191,8 @@ def is_widened(values: dict[str, Any]) -> bool:
 
 def is_of_kv_alone(quantisation: dict[str, Any]) -> bool:
     """Whether the weights are what they are and only KV has scales, one of each layer for float8_e4m3fn: tensors that
-    `kv_scales` reads where KV is to be of 8 bits, and that mean nothing else."""
+    `kv_scales` reads where KV is to be of 8 bits, and that mean nothing else.
+    """
     scheme = quantisation.get("kv_cache_scheme") or {}
     wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
     return not quantisation.get("config_groups") and all(scheme.get(key) == value for key, value in wanted.items())
@@ -220,7 +223,8 @@ def load_causal_lm(
 
 def place(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Moves the module to the device, and casts its parameters alone: rotations would not survive 16 bits, and neither
-    would those that transformers keeps in float32 (routers)."""
+    would those that transformers keeps in float32 (routers).
+    """
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     with torch.inference_mode(False):  # the module may be trained later, whatever mode the caller is in
         make_ordinary(model)
@@ -232,7 +236,8 @@ def place(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
 
 def make_ordinary(model: nn.Module) -> None:
     """Parameters that were made in inference mode become ordinary ones, shared as they were: moved, they would be
-    neither, and fail in every product."""
+    neither, and fail in every product.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -305,7 +310,8 @@ def own_names(tensors: Iterable[str], model: Any) -> dict[str, str]:
 
 def known_as(tensors: set[str], model: Any) -> set[str]:
     """All names under which transformers may report these tensors: the model's own, and of an expert's scales one that
-    the parameter of all experts has."""
+    the parameter of all experts has.
+    """
     own = set(own_names(tensors, model).values())
     names = tensors | own
     for name in own:

@@ -1,5 +1,6 @@
 """Weights out of the way for a while: in host memory, or nowhere. Tensors stay the objects that they are, and keep
-their shapes."""
+their shapes.
+"""
 
 from __future__ import annotations
 

@@ -212,7 +212,8 @@ def stored_updates(
 
 def same_kind(old: Any, new: QuantizedWeight, what: str) -> list[Update]:
     """The numbers and scales of a stored weight for those of one that differs in nothing else; ValueError where it
-    does."""
+    does.
+    """
     if list(new.shape) != list(old.shape):
         raise ValueError(f"{what} of shape {list(new.shape)}, expected {list(old.shape)}")
     updates = []
