@@ -159,8 +159,8 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
   const bool rise = std::ranges::adjacent_find(batches, std::greater_equal<>()) == batches.end();
   if (!rise || !std::ranges::includes(sizes, batches) || batches.empty() || batches.front() != sizes.front() ||
       batches.back() != sizes.back())
-    throw ValueError("measure_rounds: batches is " + text_of(batches) + ", expected increasing ones of " + text_of(sizes) +
-                     ", the first and the last among them");
+    throw ValueError("measure_rounds: batches is " + text_of(batches) + ", expected increasing ones of " +
+                     text_of(sizes) + ", the first and the last among them");
   std::vector<std::vector<double>> us(sizes.size());
   std::vector<double> catch_up(config_.max_idle_rounds > 0 ? sizes.size() : 0);
   int64_t next_id = kFirstId;
