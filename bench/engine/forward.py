@@ -68,7 +68,7 @@ class Linears:
 
     def __init__(self, target: CausalLM, rows: int) -> None:
         weight = target.embedding.weight
-        parts = [(layer.attention, layer.feed_forward) for layer in target.decoder.layers]
+        parts = [(layer.mixer, layer.feed_forward) for layer in target.decoder.layers]
         self.linears = [p for a, f in parts for p in (a.qkv, a.out, f.gate_up, f.down)]
         self.head = target.decoder.head
         widths = {p.weight.shape[1] for p in self.linears} | {weight.shape[1]}

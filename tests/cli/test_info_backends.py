@@ -47,7 +47,7 @@ def test_info_names_the_dtypes_of_linears(
 ) -> None:
     way, target = opened(write_model(tmp_path, name, model_type)[0])
     assert way.products == products and way.experts is None
-    parts = [part for layer in target.decoder.layers for part in (layer.attention.qkv, layer.feed_forward.down)]
+    parts = [part for layer in target.decoder.layers for part in (layer.mixer.qkv, layer.feed_forward.down)]
     assert all(type(part.weight) is kind for part in parts)
     activations = {getattr(part.weight, "activations", "none") for part in parts}
     rounded = {"none": "", "token": "rows rounded each", "group": "by groups of 128", "static": "checkpoint's scales"}
@@ -83,9 +83,9 @@ def test_info_names_quantized_experts(name: str, experts: str, tmp_path: Path) -
 def test_info_names_sliding_windows(model_type: str, more: dict[str, Any], windows: str, tmp_path: Path) -> None:
     way, target = opened(saved(tmp_path, model_type, **more))
     assert way.windows == windows
-    said = {f"the last {group.shape.window} rows" for group in target.pools.groups if group.shape.window is not None}
+    said = {f"the last {group.layout.window} rows" for group in target.pools.groups if group.layout.window is not None}
     assert all(each in windows for each in said) and ("all" in windows or way.implementation == "transformers") == any(
-        group.shape.window is None for group in target.pools.groups
+        group.layout.window is None for group in target.pools.groups
     )
     assert way.products == "in the engine's dtype" and way.experts in (None, "4, in the engine's dtype")
 
@@ -111,4 +111,4 @@ def test_info_agrees_on_the_dtype_of_dense_parts(tmp_path: Path) -> None:
     assert way.layers == "native" and way.rounds == "captured as CUDA graphs"
     for layer in target.decoder.layers:
         assert isinstance(layer.feed_forward, GatedMLP)
-        assert isinstance(layer.attention.qkv.weight, Tensor)
+        assert isinstance(layer.mixer.qkv.weight, Tensor)

@@ -172,7 +172,7 @@ def test_rows_that_the_ring_has_lost(device: torch.device) -> None:
     tokens = [run_round(engine, [0], 1)[0][0] for _ in range(MAX_IDLE_ROUNDS + 5)]
     kept = torch.tensor(tokens[5:], dtype=torch.int32, device=device)
     assert torch.equal(draft.backlog_tokens[0].roll(-5), kept) and torch.equal(draft.backlog_tokens[1], other)
-    pools, hidden = draft.module.pools.layers[0].k, draft.last_hidden.clone()
+    pools, hidden = draft.module.pools.layers[0].pools[0], draft.last_hidden.clone()
     pages = engine.state.pool.page_table[0].long()
     before = pools[pages].flatten(0, 1).clone()
     catch_up(draft, torch.tensor([0, 1], dtype=torch.int32, device=device))

@@ -248,7 +248,7 @@ def cached_pages_watched(engine: Engine) -> Iterator[list[int]]:
     def contents() -> list[Tensor]:
         pages = cached_pages(engine)
         counts.append(len(pages))
-        return [kv[:, pages].clone() for group in pools for kv in (group.k, group.v)]
+        return [kv[:, pages].clone() for group in pools for kv in group.pools]
 
     def watched(call: Callable[..., None]) -> Callable[..., None]:
         def run(*arguments: Any) -> None:
@@ -283,12 +283,12 @@ def test_cached_rows_stay_as_they_are(name: str, device: torch.device) -> None:
     engine.core.scheduler.settle()
     pools = [group for pools in (engine.target.pools, *pools_of(engine.draft)) for group in pools.groups]
     pages = cached_pages(engine)
-    before = [kv[:, pages].clone() for group in pools for kv in (group.k, group.v)]
+    before = [kv[:, pages].clone() for group in pools for kv in group.pools]
     for _ in range(2):
         outputs = engine.generate(prompts, SamplingParams(30, temperature=1.0, seed=rng.randrange(99)))
         engine.generate([[*o.prompt_tokens, *o.tokens] for o in outputs], SamplingParams(9))
     assert {*pages} <= {*cached_pages(engine)} and engine.stats().prefix_hits >= 24
-    after = [kv[:, pages] for group in pools for kv in (group.k, group.v)]
+    after = [kv[:, pages] for group in pools for kv in group.pools]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     expect_nothing_lost(engine)
 

@@ -73,8 +73,8 @@ def touch(engine: Engine) -> None:
     for weight in engine.target.weights.values():
         weight.sum()
     for group in engine.target.pools.groups:
-        group.k.fill_(1.0)
-        group.v.fill_(1.0)
+        group.pools[0].fill_(1.0)
+        group.pools[1].fill_(1.0)
 
 
 def test_memory_falls(tmp_path: Path, device: torch.device) -> None:

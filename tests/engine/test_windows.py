@@ -80,7 +80,7 @@ def plan_of(model: Any, draft: Draft | None = None, **options: Any) -> PagePlan:
         assert list(engine.state.window_pools) == list(pools.window_pages)
         for group in pools.groups:
             table = engine.state.pool if group.window is None else engine.state.window_pools[group.window]
-            assert group.k.shape[1] == len(table.free_stack)
+            assert group.pools[0].shape[1] == len(table.free_stack)
         return engine.config.pages
 
 

@@ -115,7 +115,7 @@ def test_engines_of_one_module_do_not_know_each_other(module: Any) -> None:
     first = engine_of(module)
     want = texts(first)
     second = engine_of(module, draft=Ngram())
-    qkv = [engine.target.decoder.layers[1].attention.qkv.weight for engine in (first, second)]
+    qkv = [engine.target.decoder.layers[1].mixer.qkv.weight for engine in (first, second)]
     assert qkv[0].data_ptr() == qkv[1].data_ptr()
     assert texts(second) == want == texts(first)
     third = engine_of(module, dtype=torch.bfloat16)
@@ -250,7 +250,7 @@ def test_a_family_from_outside(loud: Any, algorithm: str, device: torch.device) 
     want = [greedy_alone(loud, prompt, 16) for prompt in prompts]
     drafts = {"ngram": Ngram(num_nodes=9), "standalone": Standalone(deepcopy(loud), num_steps=3, topk=3, num_nodes=9)}
     engine = engine_of(deepcopy(loud).to(device), draft=drafts.get(algorithm))
-    assert [(g.shape.window, g.layers) for g in engine.target.pools.groups] == [(5, (0,)), (None, (1, 3)), (9, (2,))]
+    assert [(g.layout.window, g.layers) for g in engine.target.pools.groups] == [(5, (0,)), (None, (1, 3)), (9, (2,))]
     comparison = Comparison(loud)
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=16))
     for prompt, output, text in zip(prompts, outputs, want, strict=True):

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
-from specdec_kernels.models.kv_pools import KvPools, KvScales, KvShape
+from specdec_kernels.models.kv_pools import KeyValueLayout, KvPools, KvScales
 from specdec_kernels.models.language_model import open_language_model
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
@@ -33,19 +33,19 @@ CPU = torch.device("cpu")
 
 def pools_of_three(dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> KvPools:
     """Of layers 0 and 2 of one shape, and layer 1 of another."""
-    shapes = [KvShape(2, 64, 64), KvShape(2, 64, 32, window=5), KvShape(2, 64, 64)]
+    shapes = [KeyValueLayout(2, 64, 64), KeyValueLayout(2, 64, 32, window=5), KeyValueLayout(2, 64, 64)]
     return KvPools.allocate(shapes, 6, 4, dtype, device, [KvScales(2.0**i, 0.5**i) for i in range(3)])
 
 
 def test_layers_of_one_shape_are_a_group() -> None:
     pools = pools_of_three(FP8)
-    assert [(group.layers, list(group.k.shape), list(group.v.shape)) for group in pools.groups] == [
+    assert [(group.layers, *(list(pool.shape) for pool in group.pools)) for group in pools.groups] == [
         ((0, 2), [2, 6, 4, 2, 64], [2, 6, 4, 2, 64]),
         ((1,), [1, 6, 4, 2, 64], [1, 6, 4, 2, 32]),
     ]
     assert [kv.scales for kv in pools.layers] == [(1.0, 1.0), (2.0, 0.5), (4.0, 0.25)]
-    assert [kv.k.data_ptr() for kv in pools.layers] == [
-        pools.groups[group].k[i].data_ptr() for group, i in ((0, 0), (1, 0), (0, 1))
+    assert [kv.pools[0].data_ptr() for kv in pools.layers] == [
+        pools.groups[group].pools[0][i].data_ptr() for group, i in ((0, 0), (1, 0), (0, 1))
     ]
     assert pools.num_bytes == 6 * 4 * 2 * (64 + 64 + 64 + 32 + 64 + 64)
     assert (pools.dtype, pools.num_pages, pools.page_size) == (FP8, 6, 4)
@@ -55,19 +55,21 @@ def test_pools_of_another_size_are_of_the_same_layers() -> None:
     pools = pools_of_three(torch.bfloat16)
     more = pools.with_pages(9)
     assert (more.num_pages, more.page_size, more.dtype) == (9, 4, torch.bfloat16)
-    assert [(kv.k.shape[1:], kv.v.shape[1:], kv.scales) for kv in more.layers] == [
-        (kv.k.shape[1:], kv.v.shape[1:], kv.scales) for kv in pools.layers
+    assert [([pool.shape[1:] for pool in kv.pools], kv.scales) for kv in more.layers] == [
+        ([pool.shape[1:] for pool in kv.pools], kv.scales) for kv in pools.layers
     ]
     assert more.num_bytes == pools.num_bytes // 6 * 9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 def test_a_path_moves_in_every_layer(dtype: torch.dtype, device: torch.device) -> None:
-    pools = KvPools.allocate([KvShape(2, 64, 64), KvShape(1, 64, 64), KvShape(2, 64, 64)], 6, 4, dtype, device)
+    pools = KvPools.allocate(
+        [KeyValueLayout(2, 64, 64), KeyValueLayout(1, 64, 64), KeyValueLayout(2, 64, 64)], 6, 4, dtype, device
+    )
     for kv in pools.layers:
-        for pool in kv[:2]:
+        for pool in kv.pools:
             pool.view(torch.uint8).random_(0, 120)
-    before = [tuple(pool.clone().view(torch.uint8).flatten(0, 1) for pool in kv[:2]) for kv in pools.layers]
+    before = [tuple(pool.clone().view(torch.uint8).flatten(0, 1) for pool in kv.pools) for kv in pools.layers]
     tables = torch.tensor([[3, 1, 4]], dtype=torch.int32, device=device)
     slot, status = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
     path = torch.tensor([[0, 2, 5]], dtype=torch.int32, device=device)
@@ -75,7 +77,7 @@ def test_a_path_moves_in_every_layer(dtype: torch.dtype, device: torch.device) -
     assert status.tolist() == [0]
     row = [3 * 4 + i for i in range(4)] + [1 * 4 + i for i in range(4)]  # of the slot's rows
     for kv, old in zip(pools.layers, before, strict=True):
-        for pool, was in zip(kv[:2], old, strict=True):
+        for pool, was in zip(kv.pools, old, strict=True):
             was[[row[3], row[4]]] = was[[row[4], row[7]]]
             assert torch.equal(pool.view(torch.uint8).flatten(0, 1), was)
 
@@ -204,7 +206,7 @@ def test_scales_are_measured_alike_every_time(device: torch.device) -> None:
     assert scales == [kv.scales for kv in second.target.pools.layers] and len(set(scales)) > 1
     first.generate(held_out("code")[:2], SamplingParams(max_new_tokens=80))
     for kv in first.target.pools.layers:
-        for pool in kv[:2]:
+        for pool in kv.pools:
             assert LARGEST / 32 < pool.float().abs().max() < LARGEST
 
 

@@ -189,7 +189,7 @@ def test_norms_round_for_the_product_behind_them(name: str, tmp_path: Path, devi
     layers = target.decoder.layers  # type: ignore[attr-defined]
     for layer in layers:
         for norm, reader in (
-            (layer.input_norm, layer.attention.qkv),
+            (layer.input_norm, layer.mixer.qkv),
             (layer.pre_feed_forward_norm, layer.feed_forward.gate_up),
         ):
             assert isinstance(norm, RMSNormQuant)

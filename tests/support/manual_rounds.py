@@ -94,4 +94,4 @@ def kv_of(engine: Engine, slot: int) -> torch.Tensor:
     count = int(engine.state.pool.page_counts[slot])
     pages = engine.state.pool.page_table[slot, :count].long()
     (group,) = engine.target.pools.groups
-    return torch.stack([group.k[:, pages], group.v[:, pages]]).clone()
+    return torch.stack([pool[:, pages] for pool in group.pools])

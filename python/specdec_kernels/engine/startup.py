@@ -151,7 +151,7 @@ def load_target(
 def check_windows(target: LanguageModel, pages: PagePlan) -> None:
     """Raise ValueError if a layer sees rows whose pages would be given back."""
     for group in target.pools.groups:
-        sees, kept = group.shape.window, pages.window
+        sees, kept = group.layout.window, pages.window
         if group.window is None and kept is not None and (sees is None or sees > kept):
             raise ValueError(
                 f"model: layer {group.layers[0]} has window={sees}, expected at most {kept} (by the family's `window`)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -53,6 +54,19 @@ class LanguageModel(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., V] from hidden states [..., H]."""
+
+    def commit_path(
+        self,
+        page_table: Tensor,
+        path: Tensor,
+        num_valid: Tensor,
+        prefix_lens: Tensor,
+        *,
+        slots: Tensor,
+        status: Tensor,
+        window_tables: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Make the accepted path of each request's tree part of its cache."""
 
     def resize_pools(self, num_pages: int) -> None:
         """Other pools, empty, with another number of pages."""

@@ -227,7 +227,7 @@ class Round:
             cu_seqlens_q=cu_seqlens,
             num_logprobs=state.num_logprobs,
         )
-        self.target.pools.move(
+        self.target.commit_path(
             rows.page_table,
             accepted.path,
             num_valid,

@@ -6,13 +6,14 @@ Rows are transferred, not pages: the pages of the two engines may differ in size
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...models.kv_pools import KvGroup, KvPools
-from ...ops import PagePool, write_kv
+from ...ops import PagePool
 from ..device.state import EngineState
 from ..drafts import Draft
 from ..drafts.composition import catch_up, pools_of, save_slot
@@ -23,7 +24,7 @@ SLOT_PREFIX = "slot."  # of the names of tensors that the draft keeps for a slot
 class Group(NamedTuple):
     """Layers of the target or the draft whose rows are one tensor of keys and one of values."""
 
-    name: str  # of these tensors, without the suffix .k or .v
+    name: str  # of these tensors, without the suffix of the pool, .k or .v
     kv: KvGroup
     num_rows: int  # of the request
 
@@ -84,15 +85,14 @@ class MigratedKv:
         if start >= end:
             return
         table = pool_of(state, group.kv.window).page_table
-        rows = [tensors[f"{group.name}.{part}"][:, start - first : end - first] for part in ("k", "v")]
-        for layer, (k, v) in enumerate(zip(*rows, strict=True)):
-            write_kv(
-                k[None],
-                v[None],
-                group.kv.k[layer],
-                group.kv.v[layer],
-                table,
-                state.no_rows,
+        layout = group.kv.layout
+        rows = [tensors[f"{group.name}.{part}"][:, start - first : end - first] for part in layout.row_shapes]
+        for index in range(len(group.kv.layers)):
+            layout.write(
+                group.kv.layer(index, layout.unit_scales),
+                [part[index][None] for part in rows],
+                page_table=table,
+                prefix_lens=state.no_rows,
                 row_offset=start,
                 slots=slot,
                 status=state.status,
@@ -120,7 +120,7 @@ def pack_slot(
         page_size, begin = pool.page_size, int(pool.page_starts[slot])
         pages = pool.page_table[slot, begin : -(-count // page_size)].long()
         first_rows[name] = first = begin * page_size
-        for part, kv in (("k", group.k), ("v", group.v)):
+        for part, kv in group.named_pools.items():
             tensors[f"{name}.{part}"] = kv[:, pages].flatten(1, 2)[:, : count - first].contiguous()
     kept = save_slot(draft, slot).items()
     return tensors | {f"{SLOT_PREFIX}{name}": tensor.clone() for name, tensor in kept}, first_rows
@@ -146,7 +146,7 @@ def layout_of(target: KvPools, draft: Draft) -> dict[str, Any]:
 
     def of_pools(pools: KvPools) -> list[Any]:
         return [
-            [*group.shape, list(group.layers), str(group.k.dtype), [list(scales) for scales in group.scales]]
+            [*astuple(group.layout), list(group.layers), str(pools.dtype), [list(scales) for scales in group.scales]]
             for group in pools.groups
         ]
 

@@ -166,7 +166,7 @@ def check_tensors(exported: ExportedRequest, peer: MigrationPeer) -> None:
         if not 0 <= first <= most:
             raise ValueError(f"import_request: request has rows of {name} from {first} on, expected 0 to {most}")
         rows = count - first
-        for part, kv in (("k", group.k), ("v", group.v)):
+        for part, kv in group.named_pools.items():
             expected[f"{name}.{part}"] = [len(kv), rows, *kv.shape[3:]], kv.dtype
     for name, kept in save_slot(peer.draft, 0).items():
         expected[f"{SLOT_PREFIX}{name}"] = list(kept.shape), kept.dtype

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..kv_pools import KvPools, KvScales, KvShape
+from ..kv_pools import KvLayout, KvPools
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
+from ..state_cache import StateCache
 from ..weights.kv_scales import checkpoint_scales, measured_scale
 from ..weights.offload import fetch, forget_joined, stow, weights_of
 from ..weights.update import Skeleton, Update, updates_of
@@ -27,11 +29,13 @@ class HeldModel:
         is_given: whether the module is the caller's, and not loaded here.
         max_len: the longest sequence to be served.
         pools: of the attention calls of a pass, in their order.
+        states: of the layers that keep a recurrent state; None: there are none.
     """
 
     model: Any
     max_len: int
     pools: KvPools
+    states: StateCache | None = None
     is_given: bool
     _config: Any
     _device: torch.device
@@ -92,6 +96,24 @@ class HeldModel:
     def _make_parts(self) -> None:
         """What a pass computes with, from the module."""
 
+    def commit_path(
+        self,
+        page_table: Tensor,
+        path: Tensor,
+        num_valid: Tensor,
+        prefix_lens: Tensor,
+        *,
+        slots: Tensor,
+        status: Tensor,
+        window_tables: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Make the accepted path of each request's tree part of its cache, KV rows and recurrent states alike."""
+        self.pools.move(
+            page_table, path, num_valid, prefix_lens, slots=slots, status=status, window_tables=window_tables
+        )
+        if self.states is not None:
+            self.states.move(path, num_valid, slots)
+
     def resize_pools(self, num_pages: int) -> None:
         """Other pools, empty, with another number of pages."""
         self._hold(self.pools.with_pages(num_pages))
@@ -100,14 +122,14 @@ class HeldModel:
         """These are the pools from now on."""
         self.pools = pools
 
-    def _make_pools(self, source: str | Path | nn.Module, shapes: Sequence[KvShape], options: ModelOptions) -> None:
+    def _make_pools(self, source: str | Path | nn.Module, shapes: Sequence[KvLayout], options: ModelOptions) -> None:
         """Allocate pools of `kv_dtype`. If it differs from `dtype`, they have the scales of the source's checkpoint, or
         measured ones.
         """
         self.is_given = isinstance(source, nn.Module)
         page_size, dtype = options.page_size, options.dtype
         kv_dtype, device = options.kv_dtype or dtype, self.embedding.weight.device
-        scales = None
+        scales: Sequence[tuple[float, ...]] | None = None
         if kv_dtype != dtype:
             scales = checkpoint_scales(source, len(shapes), options.name)
             if scales is None:
@@ -117,7 +139,7 @@ class HeldModel:
         self._hold(KvPools.allocate(shapes, *sizes, kv_dtype, device, scales, options.window_pages))
 
     @torch.inference_mode()
-    def _measured_scales(self) -> list[KvScales]:
+    def _measured_scales(self) -> list[tuple[float, ...]]:
         """Scales measured from the keys and values that one pass leaves in the pools, which are not 8-bit yet."""
         count, device = min(MEASURED_ROWS, self.max_len), self.embedding.weight.device
         drawn = torch.randint(self.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
@@ -126,4 +148,4 @@ class HeldModel:
         rows = PagedBatch(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
         positions = torch.arange(count, dtype=torch.int32, device=device)[None]
         self.prefill(drawn.to(device, torch.int32), positions, rows)
-        return [KvScales(measured_scale(kv.k), measured_scale(kv.v)) for kv in self.pools.layers]
+        return [tuple(map(measured_scale, kv.pools)) for kv in self.pools.layers]

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ..families import Decoder, Family, family_of
-from ..kv_pools import KvPools
+from ..kv_pools import KvLayout, KvPools
 from ..layers.expert_outputs import ExpertOutputs, select_rows
+from ..layers.mixer import Mixer, attach_caches, kv_layouts_of
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
 from ..weights.loading import config_of, drop_other_senses, load_causal_lm, place
@@ -66,13 +67,15 @@ class CausalLM(HeldModel):
         self.decoder: Decoder = family.decoder(self.model, options.max_len, options.device)
         self.feature_layers = tuple(options.feature_layers)
         self._kept_layers = sorted(set(options.feature_layers))
-        shapes = [layer.attention.kv_shape for layer in self.decoder.layers]
-        self._make_pools(model, shapes, options)
+        self._make_pools(model, kv_layouts_of(self._mixers), options)
 
     def _hold(self, pools: KvPools) -> None:
         super()._hold(pools)
-        for layer, kv in zip(self.decoder.layers, pools.layers, strict=True):
-            layer.attention.kv = kv
+        attach_caches(self._mixers, pools, self.states)
+
+    @property
+    def _mixers(self) -> list[Mixer]:
+        return [layer.mixer for layer in self.decoder.layers]
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -103,7 +106,9 @@ class CausalLM(HeldModel):
         pass what follows the last layer's KV, where theirs is written a second time.
         """
         layer, norm, hidden = self.decoder.layers[-1], self.decoder.norm, None
-        if len(self.decoder.layers) in self.feature_layers:
+        # A recurrent mixer counts each row once: it must not run again for the last rows.
+        once = not isinstance(layer.mixer.cache_spec, KvLayout)
+        if once or len(self.decoder.layers) in self.feature_layers:
             x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, batch)
             states = norm.add_norm(x, residual)[0]
             if last is not None:
@@ -115,7 +120,7 @@ class CausalLM(HeldModel):
                     select_rows(last.indices, x),
                     None if residual is None else select_rows(last.indices, residual),
                 )
-            layer.attention.write_kv(layer.enter(x, residual)[0], positions, batch)
+            layer.mixer.write_cache(layer.enter(x, residual)[0], positions, batch)
             if last is not None:
                 normed, state = layer.enter(*of_last)
                 hidden = norm.add_norm(*layer(normed, state, last.positions, last.batch))[0]

@@ -26,7 +26,7 @@ from transformers.utils.generic import ModelOutput
 
 from ...plans import HEAD_DIMS
 from ..families import check_length
-from ..kv_pools import KvPools, KvShape, LayerKv
+from ..kv_pools import KeyValueLayout, KvPools, LayerKv
 from ..layers.head_layout import pool_dim
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..layers.rope import constant_len
@@ -80,8 +80,8 @@ class Call(NamedTuple):
         return self.seen.kind == "chunk" or self.head_dim not in HEAD_DIMS
 
     @property
-    def kv_shape(self) -> KvShape:
-        return KvShape(self.kv_heads, self.head_dim, self.head_dim, self.window)
+    def kv_layout(self) -> KeyValueLayout:
+        return KeyValueLayout(self.kv_heads, self.head_dim, self.head_dim, self.window)
 
     @property
     def window(self) -> int | None:
@@ -281,7 +281,7 @@ class Pass:
                 x = functional.pad(x, (0, head_dim - x.shape[2]))
             return x.reshape(*self._shape, *x.shape[1:])
 
-        self._rows.write(laid_out(k), laid_out(v), kv)
+        self._rows.write(kv, laid_out(k), laid_out(v))
         return laid_out(q)
 
 
@@ -320,7 +320,7 @@ def gathered_rows(
 ) -> Tensor:
     """[B, Q, heads, D] of q [B, Q, heads, D], of which request b sees tails[b] rows behind its prefix."""
     batch, length, heads, _ = q.shape
-    page_size = kv.k.shape[1]
+    num_pages, page_size = kv.pools[0].shape[:2]
     table = rows.table_of(kv)
     capacity = table.shape[1] * page_size
     width = min(capacity, rows.max_kv_len or capacity)
@@ -331,10 +331,10 @@ def gathered_rows(
     outs = []
     for b in range(batch):
         prefix = rows.prefix_lens[slots[b]].long()
-        pages = table[slots[b], : -(-width // page_size)].long().clamp(0, len(kv.k) - 1)
+        pages = table[slots[b], : -(-width // page_size)].long().clamp(0, num_pages - 1)
         k, v = (
             (pool[pages].flatten(0, 1)[:width].to(q.dtype) * number).repeat_interleave(heads // pool.shape[2], 1)
-            for pool, number in ((kv.k, kv.scales.k), (kv.v, kv.scales.v))
+            for pool, number in zip(kv.pools, kv.scales, strict=True)
         )
         node = at - prefix
         if mask is None:
@@ -416,7 +416,7 @@ class TransformersLM(HeldModel):
                 f"{name}: {type(self.model).__name__} {refused}, expected a decoder with causal attention "
                 "through transformers' attention interface"
             ) from refused
-        shapes = [call.kv_shape for call in self.calls]
+        shapes = [call.kv_layout for call in self.calls]
         self._hold(KvPools.allocate(shapes, 16 + -(-64 // options.page_size), options.page_size, dtype, device))
         check_against_itself(self, name)
         self._make_pools(model, shapes, options)

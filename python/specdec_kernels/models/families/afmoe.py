@@ -31,7 +31,7 @@ class Afmoe(Qwen3):
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.self_attn, layout),
+            mixer=self.attention(index, module.self_attn, layout),
             post_attention_norm=self.norm(module.post_attention_layernorm),
             pre_feed_forward_norm=self.norm(module.pre_mlp_layernorm),
             feed_forward=self.feed_forward(index, module.mlp),

@@ -19,7 +19,7 @@ class Apertus(Qwen3):
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.attention_layernorm),
-            attention=self.attention(index, module.self_attn, layout),
+            mixer=self.attention(index, module.self_attn, layout),
             pre_feed_forward_norm=self.norm(module.feedforward_layernorm),
             feed_forward=self.feed_forward(index, module.mlp),
         )

@@ -34,7 +34,7 @@ class Cohere(Llama):
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return ParallelLayer(
             input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.self_attn, layout),
+            mixer=self.attention(index, module.self_attn, layout),
             pre_feed_forward_norm=None,
             feed_forward=self.feed_forward(index, module.mlp),
         )

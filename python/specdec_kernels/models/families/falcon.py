@@ -41,7 +41,7 @@ class Falcon(Llama):
         kind = ParallelLayer if is_parallel else Layer
         return kind(
             input_norm=self.norm(module.ln_attn if both else module.input_layernorm),
-            attention=self.attention(index, module.self_attention, layout),
+            mixer=self.attention(index, module.self_attention, layout),
             pre_feed_forward_norm=middle,
             feed_forward=self.feed_forward(index, module.mlp),
         )

@@ -41,7 +41,7 @@ class GptNeo(GptJ):
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.ln_1),
-            attention=self.attention(index, module.attn, layout),
+            mixer=self.attention(index, module.attn, layout),
             pre_feed_forward_norm=self.norm(module.ln_2),
             feed_forward=self.feed_forward(index, module.mlp),
         )

@@ -29,7 +29,7 @@ class GptNeoX(Llama):
         kind = ParallelLayer if self.config.use_parallel_residual else Layer
         return kind(
             input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.attention, layout),
+            mixer=self.attention(index, module.attention, layout),
             pre_feed_forward_norm=self.norm(module.post_attention_layernorm),
             feed_forward=self.feed_forward(index, module.mlp),
         )

@@ -37,7 +37,7 @@ class GptJ(Llama):
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return ParallelLayer(
             input_norm=self.norm(module.ln_1),
-            attention=self.attention(index, module.attn, layout),
+            mixer=self.attention(index, module.attn, layout),
             pre_feed_forward_norm=None,
             feed_forward=self.feed_forward(index, module.mlp),
         )

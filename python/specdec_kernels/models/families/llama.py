@@ -66,7 +66,7 @@ class Llama(Family):
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.self_attn, layout),
+            mixer=self.attention(index, module.self_attn, layout),
             pre_feed_forward_norm=self.norm(module.post_attention_layernorm),
             feed_forward=self.feed_forward(index, module.mlp),
         )

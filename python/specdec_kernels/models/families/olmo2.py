@@ -29,11 +29,11 @@ class Olmo2(Llama):
         return replace(plain, qkv=RMSNormedQK(plain.qkv, q_norm, k_norm))
 
 
-def post_norm_layer(module: Any, attention: Attention, feed_forward: FeedForward) -> Layer:
+def post_norm_layer(module: Any, mixer: Attention, feed_forward: FeedForward) -> Layer:
     """Return a layer with norms after its parts and none before them."""
     return Layer(
         input_norm=NoNorm(),
-        attention=attention,
+        mixer=mixer,
         post_attention_norm=rms_norm_of(module.post_attention_layernorm),
         pre_feed_forward_norm=NoNorm(),
         feed_forward=feed_forward,

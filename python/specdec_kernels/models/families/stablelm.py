@@ -44,7 +44,7 @@ class StableLm(Llama):
     def parallel_layer(self, index: int, module: Any, layout: HeadLayout) -> ParallelLayer:
         return ParallelLayer(
             input_norm=self.norm(module.input_layernorm),
-            attention=self.attention(index, module.self_attn, layout),
+            mixer=self.attention(index, module.self_attn, layout),
             pre_feed_forward_norm=None,
             feed_forward=self.feed_forward(index, module.mlp),
         )

@@ -29,6 +29,7 @@ from ..layers.attention import Attention
 from ..layers.decoder_layer import Layer
 from ..layers.expert_outputs import ExpertOutputs
 from ..layers.head_layout import HeadLayout
+from ..layers.mixer import attach_caches, kv_layouts_of
 from ..layers.norm import rms_norm_of
 from ..layers.paged_batch import PagedBatch
 from ..layers.rope import Rope
@@ -159,8 +160,8 @@ class DraftHead(nn.Module):
         of_target = {id(parameter) for parameter in target.model.parameters()}
         self._of_target = {name for name, own in self._named() if id(own) in of_target}
         self._parts = self._make_parts()
-        shapes = [layer.attention.kv_shape for layer in self._parts.layers]
-        self._hold(KvPools.allocate(shapes, num_pages, page_size, weight.dtype, weight.device))
+        layouts = kv_layouts_of([layer.mixer for layer in self._parts.layers])
+        self._hold(KvPools.allocate(layouts, num_pages, page_size, weight.dtype, weight.device))
 
     def _make_parts(self) -> Any:
         """What `forward` computes with: `layers`, and what is around them."""
@@ -250,8 +251,7 @@ class DraftHead(nn.Module):
 
     def _hold(self, pools: KvPools) -> None:
         self.pools = pools
-        for layer, kv in zip(self._parts.layers, pools.layers, strict=True):
-            layer.attention.kv = kv
+        attach_caches([layer.mixer for layer in self._parts.layers], pools)
 
     def resize_pools(self, num_pages: int) -> None:
         """Other pools, empty, with another number of pages."""
@@ -290,7 +290,7 @@ class DraftHead(nn.Module):
         normed, state = self.enter(tokens, features)
         for before, layer in pairwise(self._parts.layers):
             normed, state = layer.enter(*before(normed, state, positions, batch))
-        self._parts.layers[-1].attention.write_kv(normed, positions, batch)
+        self._parts.layers[-1].mixer.write_cache(normed, positions, batch)
 
     def pass_layers(
         self, normed: Tensor, state: Tensor, positions: Tensor, batch: PagedBatch, only: Tensor | None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kv_pools import KvShape, LayerKv
+from ..kv_pools import KeyValueLayout, LayerKv
 from .linear import Linear, Projection
 from .norm import LayerNorm, RMSNorm
 from .paged_batch import PagedBatch
@@ -18,7 +18,7 @@ from .paged_batch import PagedBatch
 class Attention:
     """Attention over paged KV: QKV projection, head norms, RoPE and KV write, attention, output projection.
 
-    The model that the layer is part of sets `kv` once it has its pools.
+    `attach_caches` sets `cache` once the model has its pools.
     """
 
     qkv: Projection  # a Linear, mostly; [(heads + 2 * kv_heads) * head_dim, in]
@@ -35,28 +35,30 @@ class Attention:
     # Multiplies rotated queries, in their dtype: [num_positions, head_dim], either of them may be 1.
     q_factors: Tensor | None = None
     gate: Linear | None = None  # [heads * head_dim, in]; the sigmoid of its output multiplies attention's
-    kv: LayerKv = field(init=False)
+    cache: LayerKv = field(init=False)
 
     @property
-    def kv_shape(self) -> KvShape:
-        return KvShape(self.kv_heads, self.head_dim, self.head_dim, self.window)
+    def cache_spec(self) -> KeyValueLayout:
+        return KeyValueLayout(self.kv_heads, self.head_dim, self.head_dim, self.window)
 
-    def write_kv(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
+    def write_cache(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
         """Write the KV of normalized x [T, in] at positions [B, Q] or [M].
 
         Returns:
             The queries [*positions, heads, head_dim].
         """
         qkv = self.qkv(x).view(*positions.shape, -1, self.head_dim)
-        q = batch.rope_and_write(qkv, self.rotations, positions, self.kv, q_norm=self.q_norm, k_norm=self.k_norm)
+        q = batch.rope_and_write(qkv, self.rotations, positions, self.cache, q_norm=self.q_norm, k_norm=self.k_norm)
         if self.q_factors is not None:
             q *= self.q_factors[positions.clamp(0, len(self.q_factors) - 1)][..., None, :]
         return q
 
     def __call__(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
         """Return the attention output [T, heads * head_dim] for x [T, in], before the projection `out`."""
-        q = self.write_kv(x, positions, batch)
-        out = batch.attend(q, self.kv, scale=self.scale, window=self.window, soft_cap=self.soft_cap, sinks=self.sinks)
+        q = self.write_cache(x, positions, batch)
+        out = batch.attend(
+            q, self.cache, scale=self.scale, window=self.window, soft_cap=self.soft_cap, sinks=self.sinks
+        )
         out = out.flatten(-2).flatten(0, -2)
         return out if self.gate is None else out * self.gate(x).sigmoid()
 

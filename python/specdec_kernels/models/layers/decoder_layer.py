@@ -1,8 +1,8 @@
-"""A decoder layer: attention and a feed-forward part around the residual stream.
+"""A decoder layer: a mixer (attention, mostly) and a feed-forward part around the residual stream.
 
-Query, key and value projections are one linear, and so are gate and up. Between GEMMs a layer takes four launches: a
-norm fused with the residual addition, RoPE fused with the KV write, attention, and a second norm. A fifth, SwiGLU, is
-added for batches that `small_m_gemm` does not take.
+Query, key and value projections are one linear, and so are gate and up. Between GEMMs a layer with attention takes four
+launches: a norm fused with the residual addition, RoPE fused with the KV write, attention, and a second norm. A fifth,
+SwiGLU, is added for batches that `small_m_gemm` does not take.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .attention import Attention
 from .expert_outputs import ExpertOutputs
+from .mixer import Mixer
 from .mlp import MLP, FeedForward, GatedMLP
 from .norm import Norm, PostNorm, RMSNormQuant
 from .paged_batch import PagedBatch
@@ -21,14 +21,14 @@ from .paged_batch import PagedBatch
 
 @dataclass
 class Layer:
-    """A layer with a norm before its attention and one before its feed-forward part.
+    """A layer with a norm before its mixer and one before its feed-forward part.
 
     Rows are [T, H], those of all requests together. The output of either part may pass a norm or a scale before it is
     added to the residual stream. A family whose layers are wired in another way has a class of its own with these
-    methods and `attention`.
+    methods and `mixer`.
     """
 
-    attention: Attention
+    mixer: Mixer
     pre_feed_forward_norm: Norm | None  # None in a `ParallelLayer` alone
     feed_forward: FeedForward
     input_norm: Norm | None = None  # None: the caller has normalized what enters
@@ -38,8 +38,8 @@ class Layer:
     def __post_init__(self) -> None:
         if type(self) is not Layer:  # others may read the output of a norm in two places
             return
-        if getattr(self.attention, "gate", None) is None:
-            self.input_norm = RMSNormQuant.before(self.input_norm, getattr(self.attention, "qkv", None))
+        if getattr(self.mixer, "gate", None) is None:
+            self.input_norm = RMSNormQuant.before(self.input_norm, getattr(self.mixer, "qkv", None))
         if isinstance(self.feed_forward, GatedMLP):
             self.pre_feed_forward_norm = RMSNormQuant.before(self.pre_feed_forward_norm, self.feed_forward.gate_up)
         elif isinstance(self.feed_forward, MLP):
@@ -68,15 +68,15 @@ class Layer:
         `residual` is written over, unless `residual_out` takes the sum in its place. With `only` [R], the outputs are
         those of these rows.
         """
-        attended = self.attention(normed, positions, batch)
+        mixed = self.mixer(normed, positions, batch)
         if only is not None:
-            attended, residual = attended[only], residual[only]
+            mixed, residual = mixed[only], residual[only]
         assert self.pre_feed_forward_norm is not None
-        out, post_norm = self.attention.out, self.post_attention_norm
+        out, post_norm = self.mixer.out, self.post_attention_norm
         if residual_out is None and post_norm is None:
-            normed, residual = self.pre_feed_forward_norm.add_norm(*out.add_to(residual, attended))
+            normed, residual = self.pre_feed_forward_norm.add_norm(*out.add_to(residual, mixed))
         else:
-            x = out(attended)
+            x = out(mixed)
             x = x if post_norm is None else post_norm(x)
             normed, residual = self.pre_feed_forward_norm.add_norm(x, residual, residual_out)
         if self.post_feed_forward_norm is None:
@@ -88,7 +88,7 @@ class Layer:
 
 @dataclass
 class ParallelLayer(Layer):
-    """A layer whose attention and feed-forward part read the same input, as in GPT-J.
+    """A layer whose mixer and feed-forward part read the same input, as in GPT-J.
 
     Both are added to the residual stream. The feed-forward part reads the output of the input norm, or of
     `pre_feed_forward_norm` if there is one.
@@ -104,12 +104,12 @@ class ParallelLayer(Layer):
         residual_out: Tensor | None = None,
         only: Tensor | None = None,
     ) -> tuple[Tensor | ExpertOutputs, Tensor | None]:
-        attended = self.attention(normed, positions, batch)
+        mixed = self.mixer(normed, positions, batch)
         if only is not None:
-            attended, normed, residual = attended[only], normed[only], residual[only]
+            mixed, normed, residual = mixed[only], normed[only], residual[only]
         if self.pre_feed_forward_norm is not None:
             normed = self.pre_feed_forward_norm(residual)
         if residual_out is not None:
             residual = residual_out.copy_(residual)
-        x, rest = self.attention.out.add_to(residual, attended)
+        x, rest = self.mixer.out.add_to(residual, mixed)
         return self.feed_forward(normed, x if rest is None else rest.add_(x))

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops import rope_qkv_write_kv, tree_attention, write_kv
-from ..kv_pools import LayerKv
+from ..kv_pools import KeyValueLayout, LayerKv
 from .norm import RMSNorm
 
 
@@ -41,9 +40,9 @@ class PagedBatch(NamedTuple):
         """Return the page table of a layer."""
         return self.page_table if kv.window is None else self.window_tables[kv.window]
 
-    def write(self, k: Tensor, v: Tensor, kv: LayerKv) -> None:
-        """Write keys and values [B, Q, kv_heads, head_dim] or [M, kv_heads, head_dim] to a layer's pools."""
-        write_kv(k, v, **self._write_arguments(kv))
+    def write(self, kv: LayerKv, *rows: Tensor) -> None:
+        """Write rows [B, Q, heads, dim] or [M, heads, dim], one tensor for each pool, to a layer's pools."""
+        kv.layout.write(kv, rows, **self._write_arguments(kv))
 
     def rope_and_write(
         self,
@@ -64,30 +63,27 @@ class PagedBatch(NamedTuple):
         Returns:
             [B, Q, heads, head_dim] or [M, heads, head_dim].
         """
-        queries: Tensor = rope_qkv_write_kv(
+        assert isinstance(kv.layout, KeyValueLayout)
+        return kv.layout.rope_and_write(
             qkv,
             rotations,
             positions,
+            kv,
             **self._write_arguments(kv),
             q_norm=None if q_norm is None else q_norm.weight,
             k_norm=None if k_norm is None else k_norm.weight,
             eps=1e-6 if q_norm is None else q_norm.eps,
         )
-        return queries
 
     def _write_arguments(self, kv: LayerKv) -> dict[str, Any]:
         """Return the arguments that all ops which write KV share."""
         return {
-            "k_pool": kv.k,
-            "v_pool": kv.v,
             "page_table": self.table_of(kv),
             "prefix_lens": self.prefix_lens,
             "row_offset": self.row_offset,
             "slots": self.slots,
             "num_valid": self.num_valid,
             "cu_seqlens_q": self.cu_seqlens_q,
-            "k_scale": kv.scales.k,
-            "v_scale": kv.scales.v,
             "status": self.status,
         }
 
@@ -108,12 +104,11 @@ class PagedBatch(NamedTuple):
             sinks: [heads] float32, one more score for each head, which adds to the softmax's sum and to nothing else.
         """
         lse = None if sinks is None else q.new_empty(q.shape[:-1], dtype=torch.float32)
-        out: Tensor = tree_attention(
+        out = kv.layout.attend(
             q,
-            kv.k,
-            kv.v,
-            self.table_of(kv),
-            self.prefix_lens,
+            kv,
+            page_table=self.table_of(kv),
+            prefix_lens=self.prefix_lens,
             slots=self.slots,
             q_lens=self.num_valid,
             cu_seqlens_q=self.cu_seqlens_q,
@@ -122,8 +117,6 @@ class PagedBatch(NamedTuple):
             scale=scale,
             window=window,
             soft_cap=soft_cap,
-            k_scale=kv.scales.k,
-            v_scale=kv.scales.v,
             fixed_split=self.fixed_split,
             max_kv_len=self.max_kv_len,
             lse=lse,
