@@ -225,7 +225,7 @@ def with_rounded_kv(model: Any, pools: KvPools) -> Any:
     ) -> tuple[torch.Tensor, None]:
         scales = pools.layers[module.layer_idx].scales
         groups = query.shape[1] // key.shape[1]
-        k, v = (rounded(x, s).repeat_interleave(groups, 1) for x, s in ((key, scales.k), (value, scales.v)))
+        k, v = (rounded(x, s).repeat_interleave(groups, 1) for x, s in zip((key, value), scales, strict=True))
         rows = query.shape[2]
         hidden = torch.ones(rows, rows, dtype=torch.bool).triu(1)
         scores = (query @ k.transpose(-1, -2) * module.scaling).masked_fill(hidden, -torch.inf)

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import specdec_kernels as sd
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
-from specdec_kernels.models.layers.expert_outputs import ExpertOutputs, select_rows
 from specdec_kernels.models.layers.fp8 import fake_quantize
 from specdec_kernels.models.layers.linear import Linear
 from specdec_kernels.models.layers.moe import (
@@ -28,6 +27,7 @@ from specdec_kernels.models.layers.moe import (
     SoftmaxRouter,
     routing_of,
 )
+from specdec_kernels.models.layers.outputs import ExpertOutputs, select_rows
 from specdec_kernels.models.layers.quantized import Fp8Weight
 from specdec_kernels.ops import Routing
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm

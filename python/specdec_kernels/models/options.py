@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 
+from .layers.reduction import LOCAL, Reduction
+from .shard import WHOLE, Shard
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
@@ -26,6 +29,7 @@ class ModelOptions:
         name: of the model in error messages.
         window_pages: sliding windows whose layers have a page table of their own (`PagedBatch.window_tables`), and the
             number of pages of each.
+        shard: this rank's share of the model, a native one. reduction: sums partial outputs over the ranks.
     """
 
     max_len: int
@@ -38,3 +42,5 @@ class ModelOptions:
     adapter: Path | None = None
     name: str = "model"
     window_pages: Mapping[int, int] = field(default_factory=dict)
+    shard: Shard = WHOLE
+    reduction: Reduction = LOCAL

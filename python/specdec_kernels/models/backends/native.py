@@ -11,11 +11,12 @@ from transformers import PretrainedConfig
 
 from ..families import Decoder, Family, family_of
 from ..kv_pools import KvLayout, KvPools
-from ..layers.expert_outputs import ExpertOutputs, select_rows
 from ..layers.mixer import Mixer, attach_caches, kv_layouts_of
+from ..layers.outputs import LayerOutput, select_rows
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
 from ..weights.loading import config_of, drop_other_senses, load_causal_lm, place
+from ..weights.sharding import divide
 from ..weights.update import write_over
 from .base import HeldModel
 
@@ -56,11 +57,14 @@ class CausalLM(HeldModel):
     """
 
     def __init__(self, model: str | Path | nn.Module, options: ModelOptions) -> None:
-        self._config = config_of(model, options.name)
+        whole_config = config_of(model, options.name)
+        self._config = options.shard.config(whole_config, options.name)
         family = check_supported(self._config, options.max_len, options.name)
         self.model = load_causal_lm(model, options.dtype, options.name, family.packages, options.adapter)
         if not isinstance(model, nn.Module):
             drop_other_senses(self.model)
+        plan = getattr(whole_config, "base_model_tp_plan", None)
+        divide(self.model, plan, options.shard, options.reduction, options.name)
         place(self.model, options.dtype, options.device)
         self._family = family
         self.max_len = options.max_len
@@ -128,7 +132,7 @@ class CausalLM(HeldModel):
 
     def _pass(
         self, count: int, tokens: Tensor, positions: Tensor, batch: PagedBatch
-    ) -> tuple[Tensor | ExpertOutputs, Tensor | None, Tensor]:
+    ) -> tuple[LayerOutput, Tensor | None, Tensor]:
         """What the first `count` layers leave for what comes behind them to enter: rows [T, H], and the state of the
         residual stream, if there is one. And the states that entered the kept layers [T, len(_kept_layers), H], which
         for the one behind these are there when it is entered.
@@ -140,7 +144,7 @@ class CausalLM(HeldModel):
         kept = embedded.new_empty(len(embedded), len(self._kept_layers), embedded.shape[-1])
         places = iter([*kept.unbind(1), embedded])
         moving = {0, *self._kept_layers} if self._kept_layers else set()
-        x: Tensor | ExpertOutputs = next(places).copy_(embedded) if 0 in self._kept_layers else embedded
+        x: LayerOutput = next(places).copy_(embedded) if 0 in self._kept_layers else embedded
         for i, layer in enumerate(layers[:count]):
             normed, state = layer.enter(x, residual)
             to = next(places) if i in moving else None

@@ -27,10 +27,10 @@ from ..kv_pools import KvPools
 from ..language_model import LanguageModel
 from ..layers.attention import Attention
 from ..layers.decoder_layer import Layer
-from ..layers.expert_outputs import ExpertOutputs
 from ..layers.head_layout import HeadLayout
 from ..layers.mixer import attach_caches, kv_layouts_of
 from ..layers.norm import rms_norm_of
+from ..layers.outputs import LayerOutput
 from ..layers.paged_batch import PagedBatch
 from ..layers.rope import Rope
 from ..weights.checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, readable, tensor_names
@@ -294,7 +294,7 @@ class DraftHead(nn.Module):
 
     def pass_layers(
         self, normed: Tensor, state: Tensor, positions: Tensor, batch: PagedBatch, only: Tensor | None
-    ) -> tuple[Tensor | ExpertOutputs, Tensor | None]:
+    ) -> tuple[LayerOutput, Tensor | None]:
         """What the norm behind the last layer takes, from what the first one does."""
         first, *others = self._parts.layers
         x, residual = first(normed, state, positions, batch, only=None if others else only)

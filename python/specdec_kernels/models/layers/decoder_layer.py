@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .expert_outputs import ExpertOutputs
 from .mixer import Mixer
 from .mlp import MLP, FeedForward, GatedMLP
 from .norm import Norm, PostNorm, RMSNormQuant
+from .outputs import LayerOutput, combined
 from .paged_batch import PagedBatch
 
 
@@ -45,7 +45,7 @@ class Layer:
         elif isinstance(self.feed_forward, MLP):
             self.pre_feed_forward_norm = RMSNormQuant.before(self.pre_feed_forward_norm, self.feed_forward.up)
 
-    def enter(self, x: Tensor | ExpertOutputs, residual: Tensor | None) -> tuple[Any, Tensor]:
+    def enter(self, x: LayerOutput, residual: Tensor | None) -> tuple[Any, Tensor]:
         """Return the layer's input from the previous layer's output: x + residual normalized, and x + residual.
 
         The sum is written over the residual; without one it is x.
@@ -62,7 +62,7 @@ class Layer:
         *,
         residual_out: Tensor | None = None,
         only: Tensor | None = None,
-    ) -> tuple[Tensor | ExpertOutputs, Tensor | None]:
+    ) -> tuple[LayerOutput, Tensor | None]:
         """Return (x, residual) for the next norm to add, or (sum, None) where they are added already.
 
         `residual` is written over, unless `residual_out` takes the sum in its place. With `only` [R], the outputs are
@@ -82,8 +82,7 @@ class Layer:
         if self.post_feed_forward_norm is None:
             return self.feed_forward(normed, residual)
         output, _ = self.feed_forward(normed, None)
-        assert isinstance(output, Tensor)
-        return self.post_feed_forward_norm(output), residual
+        return self.post_feed_forward_norm(combined(output)), residual
 
 
 @dataclass
@@ -103,7 +102,7 @@ class ParallelLayer(Layer):
         *,
         residual_out: Tensor | None = None,
         only: Tensor | None = None,
-    ) -> tuple[Tensor | ExpertOutputs, Tensor | None]:
+    ) -> tuple[LayerOutput, Tensor | None]:
         mixed = self.mixer(normed, positions, batch)
         if only is not None:
             mixed, normed, residual = mixed[only], normed[only], residual[only]
@@ -112,4 +111,4 @@ class ParallelLayer(Layer):
         if residual_out is not None:
             residual = residual_out.copy_(residual)
         x, rest = self.mixer.out.add_to(residual, mixed)
-        return self.feed_forward(normed, x if rest is None else rest.add_(x))
+        return self.feed_forward(normed, combined(x) if rest is None else rest.add_(combined(x)))

@@ -15,7 +15,9 @@ from torch.nn import functional
 from ... import _C
 from ...ops import silu_and_mul, small_m_gemm
 from .fp8 import QuantizedActivations
+from .outputs import PartialSum
 from .quantized import Fp8Weight, QuantizedLinear, QuantizedWeight, fuse_weights
+from .reduction import LOCAL, Reduction
 
 
 class Projection(Protocol):
@@ -26,13 +28,21 @@ class Projection(Protocol):
 
 
 class Linear(NamedTuple):
-    """A weight [out, in], dense or quantized, and a bias."""
+    """A weight [out, in], dense or quantized, and a bias.
+
+    If its inputs are divided among ranks, `reduction` sums their partial outputs.
+    """
 
     weight: Tensor | QuantizedWeight
     bias: Tensor | None
+    reduction: Reduction = LOCAL
 
     def __call__(self, x: Tensor | QuantizedActivations) -> Tensor:
         """Return [..., out] from [..., in]."""
+        return self.reduction.sum(self._partial(x))
+
+    def _partial(self, x: Tensor | QuantizedActivations) -> Tensor:
+        """Return this rank's part of the output."""
         if isinstance(x, QuantizedActivations):
             assert isinstance(self.weight, Fp8Weight)
             return self.weight.linear(x, self.bias)
@@ -52,11 +62,15 @@ class Linear(NamedTuple):
         out: Tensor = silu_and_mul(functional.linear(x, self.weight, self.bias))
         return out
 
-    def add_to(self, residual: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def add_to(self, residual: Tensor | None, x: Tensor) -> tuple[Tensor | PartialSum, Tensor | None]:
         """Return the output for x [rows, in] and the residual that is still to be added to it, [rows, out] each.
 
-        Where cuBLAS multiplies, it adds too: the sum is written over the residual and returned with None.
+        Where cuBLAS multiplies, it adds too: the sum is written over the residual and returned with None. With inputs
+        divided among ranks the output is a partial sum, which the next norm reduces. Without a residual the output is
+        whole.
         """
+        if residual is not None and self.reduction is not LOCAL:
+            return PartialSum(self._partial(x), self.reduction), residual
         by_cublas = x.is_cuda and not self._is_small(x) and isinstance(self.weight, Tensor)
         if residual is None or self.bias is not None or not by_cublas:
             return self(x), residual
@@ -79,7 +93,7 @@ class Linear(NamedTuple):
     def permute_inputs(self, order: list[int]) -> Linear:
         """Return a copy whose input i is input order[i], or ignored where that is -1."""
         assert isinstance(self.weight, Tensor)
-        return Linear(permuted(self.weight.t(), order).t().contiguous(), self.bias)
+        return self._replace(weight=permuted(self.weight.t(), order).t().contiguous())
 
 
 def permuted(tensor: Tensor, order: list[int]) -> Tensor:
@@ -91,9 +105,10 @@ def permuted(tensor: Tensor, order: list[int]) -> Tensor:
 
 
 def linear_of(linear: nn.Linear | QuantizedLinear) -> Linear:
-    """Return the `Linear` that shares a module's weight and bias."""
+    """Return the `Linear` that shares a module's weight and bias, with its reduction if inputs are divided."""
     weight = linear.weight if isinstance(linear, QuantizedLinear) else linear.weight.detach()
-    return Linear(weight, None if linear.bias is None else linear.bias.detach())
+    bias = None if linear.bias is None else linear.bias.detach()
+    return Linear(weight, bias, getattr(linear, "reduction", LOCAL))
 
 
 def fused(*linears: nn.Linear | QuantizedLinear) -> Linear:

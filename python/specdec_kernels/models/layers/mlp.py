@@ -9,14 +9,14 @@ from typing import Protocol
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from .expert_outputs import ExpertOutputs
 from .linear import Linear
+from .outputs import LayerOutput, combined
 
 
 class FeedForward(Protocol):
     """The part of a layer after attention: an MLP or a MoE."""
 
-    def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[Tensor | ExpertOutputs, Tensor | None]:
+    def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
         """Return the part's output for normalized rows [T, H], and the residual that is still to be added to it.
 
         If the second is None, the first is the sum of both, written over the residual. Without a residual the output
@@ -35,7 +35,7 @@ class GatedMLP(FeedForward):
     down: Linear
     activation: Activation | None = None
 
-    def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
         if self.activation is None:
             return self.down.add_to(residual, self.gate_up.swiglu(normed))
         gate, up = self.gate_up(normed).chunk(2, dim=-1)
@@ -43,7 +43,7 @@ class GatedMLP(FeedForward):
 
     def output(self, normed: Tensor) -> Tensor:
         """Return the output [T, H] alone."""
-        return self(normed, None)[0]
+        return combined(self(normed, None)[0])
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MLP(FeedForward):
     down: Linear
     activation: Activation
 
-    def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
         return self.down.add_to(residual, self.activation(self.up(normed)))
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...ops import Routing, moe_grouped_gemm, moe_route, silu_and_mul
-from .expert_outputs import ExpertOutputs
 from .fp8 import FP8, GROUP, fake_quantize, quantize_activations
 from .linear import Linear
 from .mlp import FeedForward, GatedMLP
+from .outputs import ExpertOutputs, LayerOutput
 from .quantized import Fp8Weight, dequantize_weight
 
 STRIDE_BYTES = 16  # `functional.grouped_mm` takes strides of multiples of it
@@ -360,7 +360,7 @@ class MoE(FeedForward):
     shared: GatedMLP | None = None
     shared_gate: Linear | None = None  # [1, H]; the sigmoid of its output multiplies the shared expert's
 
-    def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[Tensor | ExpertOutputs, Tensor | None]:
+    def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
         routing = self.router(normed)
         if residual is not None and self.shared is None and self.experts.plan(normed, routing) == "moe_grouped_gemm":
             return self.experts.expert_outputs(normed, routing), residual

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...ops import add_rms_norm
-from .expert_outputs import ExpertOutputs
 from .fp8 import GROUP, QuantizedActivations
 from .linear import Linear
+from .outputs import ExpertOutputs, LayerOutput, PartialSum, combined
 from .quantized import Fp8Weight
 
 PACK = 8  # 16-bit elements in 16 bytes; `add_rms_norm` quantizes rows of a multiple of them
@@ -23,9 +23,7 @@ class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Return [..., H] from [..., H]."""
 
-    def add_norm(
-        self, x: Tensor | ExpertOutputs, residual: Tensor | None, out: Tensor | None = None
-    ) -> tuple[Any, Tensor]:
+    def add_norm(self, x: LayerOutput, residual: Tensor | None, out: Tensor | None = None) -> tuple[Any, Tensor]:
         """Return x + residual normalized, and x + residual, [T, H] each.
 
         The sum is written to `out`, or over the residual; without a residual it is x itself. The first result may be
@@ -61,9 +59,10 @@ class RMSNorm(NamedTuple):
         out: Tensor = rows.view(x.shape)
         return out
 
-    def add_norm(
-        self, x: Tensor | ExpertOutputs, residual: Tensor | None, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: LayerOutput, residual: Tensor | None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if isinstance(x, PartialSum):
+            result: tuple[Tensor, Tensor] = x.reduction.add_norm(self, x.partial, residual, out)
+            return result
         rows, weights = x if isinstance(x, ExpertOutputs) else (x, None)
         outs = None, residual if out is None else out
         normed, total = add_rms_norm(rows, self.weight, self.eps, residual=residual, topk_weights=weights, out=outs)
@@ -90,8 +89,11 @@ class RMSNormQuant(NamedTuple):
         return self.norm(x)
 
     def add_norm(
-        self, x: Tensor | ExpertOutputs, residual: Tensor | None, out: Tensor | None = None
+        self, x: LayerOutput, residual: Tensor | None, out: Tensor | None = None
     ) -> tuple[QuantizedActivations, Tensor]:
+        if isinstance(x, PartialSum):
+            result: tuple[QuantizedActivations, Tensor] = x.reduction.add_norm(self, x.partial, residual, out)
+            return result
         rows, weights = x if isinstance(x, ExpertOutputs) else (x, None)
         count = len(rows if weights is None else weights)
         groups = 1 if self.activations == "token" else -(-rows.shape[1] // GROUP)
@@ -119,9 +121,7 @@ class LayerNorm(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
 
-    def add_norm(
-        self, x: Tensor | ExpertOutputs, residual: Tensor | None, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: LayerOutput, residual: Tensor | None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = add_residual(x, residual, out)
         return self(total), total
 
@@ -132,16 +132,14 @@ class NoNorm(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         return x
 
-    def add_norm(
-        self, x: Tensor | ExpertOutputs, residual: Tensor | None, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: LayerOutput, residual: Tensor | None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         total = add_residual(x, residual, out)
         return total, total
 
 
-def add_residual(x: Tensor | ExpertOutputs, residual: Tensor | None, out: Tensor | None) -> Tensor:
+def add_residual(x: LayerOutput, residual: Tensor | None, out: Tensor | None) -> Tensor:
     """Return x + residual, written to `out` or over the residual; x itself without a residual."""
-    x = x.combine() if isinstance(x, ExpertOutputs) else x
+    x = combined(x)
     return x if residual is None else torch.add(x, residual, out=residual if out is None else out)
 
 

@@ -1,4 +1,4 @@
-"""The outputs of a row's experts before they are summed, so that a norm can sum them in its own launch."""
+"""Outputs of a layer's part that are not summed yet, so that the next norm can sum them in its own launch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...ops import moe_combine
+from .reduction import Reduction
 
 
 class ExpertOutputs(NamedTuple):
@@ -26,9 +27,30 @@ class ExpertOutputs(NamedTuple):
         return out
 
 
-def select_rows(indices: Tensor, x: Tensor | ExpertOutputs) -> Any:
+class PartialSum(NamedTuple):
+    """This rank's part of a sum over ranks."""
+
+    partial: Tensor  # [T, H]
+    reduction: Reduction
+
+    def combine(self) -> Tensor:
+        """Return the sum [T, H]."""
+        return self.reduction.sum(self.partial)
+
+
+LayerOutput = Tensor | ExpertOutputs | PartialSum
+
+
+def combined(x: LayerOutput) -> Tensor:
+    """Return x itself, or the sum that it stands for."""
+    return x if isinstance(x, Tensor) else x.combine()
+
+
+def select_rows(indices: Tensor, x: LayerOutput) -> Any:
     """Return a copy of some rows of x, of the same kind."""
     if isinstance(x, ExpertOutputs):
         outputs = x.outputs.view(*x.weights.shape, -1)[indices]
         return ExpertOutputs(outputs.flatten(0, 1), x.weights[indices])
+    if isinstance(x, PartialSum):
+        return x._replace(partial=x.partial[indices])
     return x[indices]

@@ -1,0 +1,117 @@
+"""Models divided among ranks: head counts, linears and weights go by a `Shard`, and a reduction sums partial outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from specdec_kernels.models.backends.native import CausalLM
+from specdec_kernels.models.families import kv_heads_of, kv_numbers
+from specdec_kernels.models.layers.linear import linear_of
+from specdec_kernels.models.layers.paged_batch import LastRows, PagedBatch
+from specdec_kernels.models.options import ModelOptions
+from specdec_kernels.models.shard import WHOLE, Shard
+from specdec_kernels.models.weights.sharding import divide
+from support.thread_reduction import ThreadReduction
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 60, "hidden_size": 256, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+}  # fmt: skip
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: Qwen2Config(**SIZES),  # biases of q, k and v
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=64),  # norms of query and key heads
+    "gemma2": lambda: Gemma2Config(**SIZES, head_dim=64),  # norms after parts, which read whole outputs
+}
+
+
+def module_of(name: str) -> Any:
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(CONFIGS[name]())
+    for parameter in module.parameters():  # biases, which start at zero, too
+        parameter.data.normal_(0, 0.1)
+    return module.eval()
+
+
+def options(**others: Any) -> ModelOptions:
+    sizes = {"max_len": 64, "num_pages": 8, "page_size": 4, "dtype": torch.float32, "device": torch.device("cpu")}
+    return ModelOptions(**{**sizes, "feature_layers": (1, 2)} | others)
+
+
+def logits_of(lm: CausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits of a prompt's last row by prefill, and of a tree after it by a pass."""
+    slot, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    table = torch.arange(8, dtype=torch.int32)[None]
+    count = tokens.shape[1]
+    batch = PagedBatch(slot, table, zero, tail_len=count)
+    last = LastRows(zero + count - 1, zero[None] + count - 1, batch._replace(prefix_lens=zero + count - 1, tail_len=1))
+    hidden = lm.prefill(tokens, torch.arange(count, dtype=torch.int32)[None], batch, last).hidden
+    assert hidden is not None
+    mask = torch.tensor([[[0b001], [0b011], [0b101]]])
+    tree = batch._replace(prefix_lens=zero + count, tail_len=3, mask=mask)
+    states = lm.forward(tokens[:, :3], torch.tensor([[0, 1, 1]], dtype=torch.int32) + count, tree)
+    assert states.features is not None
+    return lm.logits(hidden), torch.cat([lm.logits(states.hidden), states.features], -1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shards_with_a_reduction_equal_the_whole_model(name: str) -> None:
+    tokens = torch.randint(60, (1, 7), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        want = logits_of(CausalLM(module_of(name), options()), tokens)
+    reduction = ThreadReduction(2)
+    models = [CausalLM(module_of(name), options(shard=Shard(rank, 2), reduction=reduction)) for rank in range(2)]
+    for lm in models:
+        assert [list(pool.shape[3:]) for pool in lm.pools.groups[0].pools] == [[1, 64], [1, 64]]
+    for got in reduction.run(lambda rank: logits_of(models[rank], tokens)):
+        for ours, theirs in zip(got, want, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    # The norm after a divided linear gets its partial sums, but for families with a norm in between.
+    assert (reduction.norms > 0) is (name != "gemma2") and reduction.sums > 0
+
+
+def test_divided_linears_keep_their_share_and_one_bias() -> None:
+    module, reduction = module_of("llama"), ThreadReduction(2)
+    before = {name: parameter.clone() for name, parameter in module.model.layers[0].named_parameters()}
+    divide(module, module.config.base_model_tp_plan, Shard(1, 2), reduction)
+    attention, mlp = module.model.layers[0].self_attn, module.model.layers[0].mlp
+    assert torch.equal(attention.k_proj.weight, before["self_attn.k_proj.weight"][64:])
+    assert torch.equal(attention.q_proj.bias, before["self_attn.q_proj.bias"][128:])
+    assert torch.equal(mlp.down_proj.weight, before["mlp.down_proj.weight"][:, 48:])
+    assert attention.o_proj.bias is None and mlp.down_proj.bias is None
+    assert linear_of(mlp.down_proj).reduction is reduction is not linear_of(mlp.up_proj).reduction
+    assert (attention.q_proj.out_features, mlp.down_proj.in_features) == (128, 48)
+
+
+def test_head_counts_go_by_the_shard() -> None:
+    config = LlamaConfig(hidden_size=512, num_attention_heads=8, num_key_value_heads=4)
+    local = Shard(0, 2).config(config)
+    assert (kv_heads_of(local), kv_numbers(local, 3), local.num_attention_heads, local.head_dim) == (2, 768, 4, 64)
+    assert (kv_heads_of(config), kv_numbers(config, 3)) == (4, 1536) and WHOLE.config(config) is config
+
+
+def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
+    def said(call: Any) -> str:
+        with pytest.raises(ValueError) as error:
+            call()
+        return str(error.value)
+
+    module, reduction = module_of("llama"), ThreadReduction(4)
+    assert said(lambda: Shard(2, 2)) == "Shard: rank is 2, expected 0 to 1"
+    assert said(lambda: CausalLM(module, options(shard=Shard(0, 4), reduction=reduction))) == (
+        "model: num_key_value_heads is 2, expected a multiple of 4 (ranks)"
+    )
+    assert said(lambda: divide(module, None, Shard(0, 2), reduction)) == (
+        "model: its config has no tensor-parallel plan, expected one for 2 ranks"
+    )
+    experts = Qwen3MoeConfig(**SIZES, head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    moe: nn.Module = AutoModelForCausalLM.from_config(experts)
+    message = said(lambda: divide(moe, experts.base_model_tp_plan, Shard(0, 2), reduction))
+    assert message == (
+        "model: layers.0.mlp.experts is a Qwen3MoeExperts divided by 'moe_tp_experts', expected linears, colwise or rowwise"
+    )

@@ -1,0 +1,49 @@
+"""A test double of a reduction: ranks are threads of one process, which meet at a barrier and sum what they bring."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.models.layers.reduction import Reduction
+
+R = TypeVar("R")
+
+
+class ThreadReduction(Reduction):
+    """Sums over `size` threads, each of which calls `run` with its rank. Counts fused norms and plain sums."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.sums, self.norms = size, 0, 0
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._parts: list[Tensor] = [torch.empty(0)] * size
+        self._rank = threading.local()
+
+    def run(self, function: Callable[[int], R]) -> list[R]:
+        """Run a function of the rank on all ranks at once, and return what each returns."""
+
+        def ranked(rank: int) -> R:
+            self._rank.value = rank
+            with torch.inference_mode():
+                return function(rank)
+
+        with ThreadPoolExecutor(self.size) as threads:
+            return list(threads.map(ranked, range(self.size)))
+
+    def sum(self, x: Tensor) -> Tensor:
+        rank = self._rank.value
+        self._parts[rank] = x
+        self._barrier.wait()
+        total = torch.stack(self._parts).sum(0)
+        self._barrier.wait()
+        self.sums += rank == 0
+        return total
+
+    def add_norm(self, norm: Any, x: Tensor, residual: Tensor | None, out: Tensor | None) -> tuple[Any, Tensor]:
+        self.norms += self._rank.value == 0
+        return super().add_norm(norm, x, residual, out)
