@@ -1,7 +1,7 @@
-"""What the engine, its drafts and its benchmarks ask of a language model, and the two ways to make one.
+"""The protocol of a language model that engine, drafts and benchmarks use, and its two backends.
 
-Native: our parts (`CausalLM`), for the registered families. Transformers: its own modules with our paged tree attention
-behind its attention interface (`TransformersLM`), for whatever else it knows.
+Native: our layers (`CausalLM`), for the registered families. Transformers: its own modules, with our paged tree
+attention registered in its attention interface (`TransformersLM`), for all other models that it knows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LanguageModel(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Of the states that `forward` returns and `logits` takes."""
+        """The width of the states that `forward` returns and `logits` takes."""
 
     @property
     def embedding(self) -> nn.Embedding: ...
@@ -47,13 +47,13 @@ class LanguageModel(Protocol):
     def lm_head(self) -> nn.Linear: ...
 
     def forward(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> States:
-        """A pass over tokens [B, Q], or packed ones [M], at positions of that shape."""
+        """Run tokens [B, Q], or packed ones [M], at positions of that shape."""
 
     def prefill(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, last: LastRows | None = None) -> Prefilled:
-        """`forward` for the sake of the rows' KV, of the features and of the hidden states of the last rows."""
+        """Write the rows' KV, and return the features and the hidden states of the last rows alone."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] from hidden states [..., H]."""
+        """Return [..., V] from hidden states [..., H]."""
 
     def commit_path(
         self,
@@ -69,30 +69,30 @@ class LanguageModel(Protocol):
         """Make the accepted path of each request's tree part of its cache."""
 
     def resize_pools(self, num_pages: int) -> None:
-        """Other pools, empty, with another number of pages."""
+        """Replace the pools by empty ones with another number of pages."""
 
     def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
-        """What becomes of its weights by these, named as its checkpoint's, which errors call `name`."""
+        """Return the updates by weights named as in its checkpoint; errors call them `name`."""
 
     def refresh(self) -> None:
-        """Parts that were made of weights follow them."""
+        """Recompute parts that were derived from weights."""
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Those that are its own to put away."""
+        """Its own weights, which it may offload."""
 
     def sleep(self, level: int) -> None:
-        """Without pools, and with weights in host memory (1) or nowhere (2)."""
+        """Drop the pools, and offload the weights to host memory (1) or drop them (2)."""
 
     def wake(self, level: int, num_pages: int) -> None:
-        """As before, with empty pools; weights that were nowhere are zeros."""
+        """Undo `sleep`, with empty pools; dropped weights are zeros."""
 
 
 def implementation_of(config: Any, max_len: int, implementation: str = "auto", name: str = "model") -> str:
-    """ "native" or "transformers": which of them runs a model of this config. Auto: native where our parts express it.
+    """Return the backend, "native" or "transformers", for a config. Auto: native where our layers express the model.
 
     Raises:
-        ValueError: no such implementation; native, for a model that our parts do not express.
+        ValueError: no such implementation; native, for a model that our layers do not express.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"Engine: implementation is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
@@ -128,8 +128,9 @@ def open_language_model(
 
 
 def windows_of(config: Any, implementation: str) -> set[int | None]:
-    """The windows of a model's layers, None among them if some layer sees all, or may: transformers' modules say what
-    they see when they run.
+    """Return the windows of a model's layers; None is among them if some layer sees all rows, or may.
+
+    What modules of transformers see is only known when they run.
     """
     if implementation == "transformers":
         return {None, largest(config, "sliding_window")}
@@ -150,7 +151,7 @@ class Way(NamedTuple):
 
 
 def way_of(model: str | Path, name: str = "model") -> Way:
-    """What an engine would do with the model of a folder or hub id, as far as its config tells; no weights are read.
+    """Describe how an engine would run the model of a folder or hub id, by its config; no weights are read.
 
     Raises:
         ValueError: what `config_of` and `implementation_of` refuse.
