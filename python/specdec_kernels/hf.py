@@ -4,16 +4,16 @@
     from specdec_kernels.engine import Eagle3
     model.generate(**inputs, max_new_tokens=200, custom_generate=hf.generate, draft=Eagle3(folder))
 
-The model's own weights are used: its projections are merged in place, so that it takes no more memory and still runs as
-before. The engine is made at the first call and kept with the model; a call with other options, or that needs more
-room, makes another in its place. `release` gives its memory back.
+The engine uses the model's own weights: projections are fused in place, without more memory, and the model still runs
+as before. The engine is created at the first call and kept with the model; a call with other options, or that needs longer
+or more sequences, replaces it. `release` frees its memory.
 
-transformers itself keeps `streamer=` and `assistant_model=` from a custom_generate: here they are `stream_to=` and
-`draft=Standalone(model)`. It keeps the tokenizer, too: for `stop_strings=` put a `StopStringCriteria(tokenizer, ...)`
-among the stopping criteria.
+transformers does not pass `streamer=`, `assistant_model=` and the tokenizer to a custom_generate. Use `stream_to=` and
+`draft=Standalone(model)` here, and for `stop_strings=` add a `StopStringCriteria(tokenizer, ...)` to the stopping
+criteria.
 
-`assisted` is a second loop, transformers' own assisted generation, with drafts from an n-gram index. It is for what the
-engine refuses: every model that transformers assists, with any logits processors, one sequence at a time.
+`assisted` is a second loop: transformers' own assisted generation, with drafts from an n-gram index. It takes what the
+engine refuses: every model that transformers can assist, with any logits processors, one sequence at a time.
 
     model.generate(**inputs, max_new_tokens=200, custom_generate=hf.assisted)
 """
@@ -53,7 +53,7 @@ __all__ = ["NgramCandidates", "assisted", "generate", "release"]
 _ATTRIBUTE = "_specdec_engine"
 _LARGEST_BATCH = 64  # sequences that run at once, unless num_slots says otherwise
 
-# The processors that sampling here is made of, in the order in which it applies them, and their parameters.
+# Logits processors that sampling consists of, in the order in which they apply, and their parameters.
 _PROCESSORS = {
     MinLengthLogitsProcessor: "min_new_tokens",
     MinNewTokensLengthLogitsProcessor: "min_new_tokens",
@@ -63,7 +63,7 @@ _PROCESSORS = {
     MinPLogitsWarper: "min_p",
 }
 
-# What transformers hands over beside its arguments, and the loop needs no more of than it checks.
+# Arguments of transformers that this loop does not use.
 _UNUSED = {"position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
 
@@ -88,28 +88,28 @@ def generate(
     stream_to: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Run the decoding loop of `model.generate(..., custom_generate=hf.generate)`; the text is the model's own.
+    """Decode for `model.generate(..., custom_generate=hf.generate)`; the text is the model's own.
 
-    Honoured of the generation config: max_length and max_new_tokens, min_length and min_new_tokens, end-of-sequence
+    Read from the generation config: max_length and max_new_tokens, min_length and min_new_tokens, end-of-sequence
     tokens, do_sample with temperature, top_k, top_p and min_p, num_return_sequences, return_dict_in_generate (sequences
-    alone). A sampled text is distributed as the model's, but is not the one that transformers draws with the same seed.
-    Stopping criteria are asked after every token of every sequence, each of which they see alone, without scores. What
-    only says how transformers computes (use_cache, cache_implementation, an empty past_key_values) means nothing here.
+    only). A sampled text has the model's distribution, but differs from what transformers draws with the same seed.
+    Stopping criteria are called after each token of each sequence, with that sequence only and without scores. Settings
+    of how transformers computes (use_cache, cache_implementation, an empty past_key_values) have no effect.
 
     Args:
-        draft: what drafts, as for `Engine`: the same object at each call, or one that equals it. None: `Ngram()`.
+        draft: as for `Engine`: the same object at each call, or one that equals it. None: `Ngram()`.
         adaptive, max_len, num_slots, mem_fraction, page_size, prefill_chunk, kv_dtype, cuda_graph, batch_invariant: as
-            for `Engine`. None: max_len and num_slots that the calls so far needed, in powers of two, num_slots up to
-            64; further sequences wait their turn.
-        seed: of what is drawn. None: drawn from torch's default generator, so `torch.manual_seed` fixes it.
+            for `Engine`. None: the max_len and num_slots that the calls so far needed, in powers of two, num_slots up
+            to 64; further sequences wait their turn.
+        seed: of sampling. None: drawn from torch's default generator, so `torch.manual_seed` fixes it.
         stream_to: a streamer of transformers, for a single sequence.
 
     Returns:
-        [sequences, length] int64 like input_ids, padded with the pad token behind what ended earlier.
+        [sequences, length] int64 like input_ids. Sequences that ended earlier are followed by the pad token.
 
     Raises:
-        ValueError: what is not supported, by name: another architecture, a logits processor beside those of the config
-            above or in another order, beams, an assistant model, scores, inputs that are not token ids.
+        ValueError: an unsupported feature, by name: another architecture, a logits processor besides those above or in
+            another order, beams, an assistant model, scores, inputs that are not token ids.
     """
     config = generation_config or model.generation_config
     _check_kept_arguments(sys._getframe(1))
@@ -158,7 +158,7 @@ def generate(
 
 
 def release(model: Any) -> None:
-    """Free the memory of the engine that `generate` keeps with the model."""
+    """Free the memory of the engine that `generate` has kept with the model."""
     kept = model.__dict__.pop(_ATTRIBUTE, None)
     if kept is not None:
         kept[1].close()
@@ -167,14 +167,14 @@ def release(model: Any) -> None:
 class NgramCandidates(CandidateGenerator):
     """Candidates for transformers' assisted generation from an n-gram index, for one text.
 
-    What the text gains is inserted as it grows, and stays findable in the index after it.
+    New tokens of the text are inserted into the index, and stay there after its end.
 
     Args:
         index: on the CPU; its stream of `slot` becomes this text.
         num_tokens: candidates at a time, at most, 1 to 255.
-        max_length: of the text, prompt included; one token of it is always left for the model itself.
-        vocab_size: candidates end before a token that is no less.
-        slot: of the index, for this text alone.
+        max_length: of the text, prompt included; the last token is always left to the model.
+        vocab_size: candidates end before a token id that is not below it.
+        slot: of the index, for this text only.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class NgramCandidates(CandidateGenerator):
         self._known = 0
 
     def get_candidates(self, input_ids: Any, **kwargs: Any) -> Any:
-        """input_ids, [1, length], and the candidates behind it; no logits, since nothing was drawn."""
+        """Return input_ids [1, length] followed by the candidates, and None for logits: nothing was sampled."""
         length = input_ids.shape[1]
         self.index.insert(input_ids[0, self._known :].int().cpu(), self.slot)
         self._known = length
@@ -203,7 +203,7 @@ class NgramCandidates(CandidateGenerator):
         return torch.cat([input_ids, tokens.to(input_ids)[None]], 1), None
 
     def update_candidate_strategy(self, input_ids: Any, scores: Any, num_matches: int) -> None:
-        """Nothing: how many tokens are drafted does not depend on how many were right."""
+        """Do nothing: the number of candidates does not depend on how many were accepted."""
 
 
 def assisted(
@@ -219,20 +219,20 @@ def assisted(
 ) -> Any:
     """Run transformers' assisted generation with candidates from an n-gram index: `custom_generate=hf.assisted`.
 
-    The loop is transformers' own and takes what that takes: one sequence, a dynamic cache, greedy or sampled, any
-    logits processors. A greedy text is the model's own; a sampled one is distributed as the model's.
+    The loop is transformers' own, with its limits: one sequence, a dynamic cache, greedy or sampled, any logits
+    processors. A greedy text is the model's own; a sampled one has the model's distribution.
 
     Args:
-        index: on the CPU, kept by the caller from text to text, so that one drafts for the next; slot 0 is used. None:
-            one for this text alone.
-        num_tokens: candidates a pass, at most.
+        index: on the CPU, kept by the caller between texts, so that one text drafts for the next; slot 0 is used. None:
+            an index for this text only.
+        num_tokens: candidates per pass, at most.
 
     Returns:
-        What `model.generate` would.
+        What `model.generate` returns.
 
     Raises:
-        ValueError: several sequences; beams and other modes; a stopping criterion other than a length and
-            end-of-sequence tokens, since transformers would ask it once a pass, behind tokens it should have stopped.
+        ValueError: several sequences; beams and other modes; a stopping criterion besides lengths and end-of-sequence
+            tokens, since transformers would call it once per pass, after tokens at which it should have stopped.
     """
     config = generation_config or model.generation_config
     mode = config.get_generation_mode()
@@ -267,7 +267,7 @@ def assisted(
 
 
 class _Assisted:
-    """A model as it is, but for what its assisted generation asks for candidates."""
+    """A model whose assisted generation takes its candidates from a given generator."""
 
     def __init__(self, model: Any, candidates: CandidateGenerator) -> None:
         self._model, self._candidates = model, candidates
@@ -283,17 +283,17 @@ class _Assisted:
 
 
 class _Watch:
-    """Sees every new token: streams it, and asks the criteria whether it was the last."""
+    """Streams each new token, and applies the stopping criteria after it."""
 
     def __init__(self, input_ids: Tensor, criteria: list[Any], streamer: Any) -> None:
         self.input_ids, self.criteria, self.streamer = input_ids, criteria, streamer
-        self.ends: dict[int, int] = {}  # of sequences that a criterion ended, their number of new tokens
+        self.ends: dict[int, int] = {}  # new tokens of sequences that a criterion ended
         self._texts: dict[int, list[int]] = {}
         if streamer is not None:
             streamer.put(input_ids.cpu())
 
     def __call__(self, new: NewTokens) -> bool:
-        """Whether the sequence ends here."""
+        """Return whether the sequence ends here."""
         text = self._texts.setdefault(new.index, [])
         for token in new.tokens:
             if new.index in self.ends:
@@ -309,9 +309,9 @@ class _Watch:
 
 
 def _check_kept_arguments(caller: FrameType) -> None:
-    """Refuse a streamer or an assistant, which transformers does not pass on, by reading the caller's frame.
+    """Raise ValueError for arguments that transformers does not pass on, read from the caller's locals.
 
-    Ignored in silence, a streamer would get no tokens and an assistant would not draft.
+    Without this check a streamer or an assistant model would be ignored silently.
     """
     if caller.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
         return
@@ -343,7 +343,7 @@ def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
 def _sampling_of(
     do_sample: bool, processors: Sequence[Any], stop: list[int], width: int, max_new_tokens: int
 ) -> dict[str, Any]:
-    """SamplingParams of the processors that transformers made of the config; ValueError for any other."""
+    """Return SamplingParams fields for the processors that transformers made; raise ValueError for any other."""
     values: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0, "min_new_tokens": 0}
     order = list(_PROCESSORS)
     before = None
@@ -358,7 +358,7 @@ def _sampling_of(
             )
         if before is not None and order.index(kind) <= order.index(before):
             raise ValueError(
-                f"hf.generate: logits_processor has {kind.__name__} behind {before.__name__}, "
+                f"hf.generate: logits_processor has {kind.__name__} after {before.__name__}, "
                 "expected each once, in the order min_length, min_new_tokens, temperature, top_k, top_p, min_p"
             )
         before, name = kind, _PROCESSORS[kind]
@@ -385,7 +385,7 @@ def _min_new_tokens(processor: Any, stop: list[int], width: int) -> int:
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[list[int]]:
-    """Each row's tokens without the padding to their left."""
+    """Return the tokens of each row without the padding to their left."""
     rows: list[list[int]] = input_ids.tolist()
     mask = torch.ones_like(input_ids) if mask is None else mask
     if mask.shape != input_ids.shape:
@@ -395,7 +395,7 @@ def _prompts(input_ids: Tensor, mask: Tensor | None, positions: Tensor | None) -
     starts = (mask == 0).sum(-1).tolist()
     for row, start in enumerate(starts):
         if not bool(mask[row, start:].all()):
-            raise ValueError(f"hf.generate: attention_mask[{row}] has zeros behind ones, expected padding on the left")
+            raise ValueError(f"hf.generate: attention_mask[{row}] has zeros after ones, expected padding on the left")
     if positions is not None and not bool(((positions == mask.cumsum(-1) - 1) | (mask == 0)).all()):
         raise ValueError("hf.generate: position_ids is given, expected positions that follow from the attention mask")
     return [row[start:] for row, start in zip(rows, starts, strict=True)]
@@ -423,7 +423,7 @@ def _engine_of(
     num_slots: int | None,
     options: dict[str, Any],
 ) -> Engine:
-    """Return the engine kept with the model, or a new one for this call, at least as large as the one before."""
+    """Return the engine kept with the model, or a new one, at least as large as the one before."""
     limit = position_limit(text_config(model.config))
     key = (draft, max_len, num_slots, tuple(options.items()), model.dtype, model.device)
     kept_key, kept = model.__dict__.get(_ATTRIBUTE, (None, None))

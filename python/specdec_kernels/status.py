@@ -21,8 +21,8 @@ class FinishReason(IntEnum):
 
     RUNNING = 0
     STOP = 1  # a stop token, which stays as the last token, or a stop string found by the host
-    LENGTH = 2  # the budget of new tokens is used up
-    CONTEXT = 3  # the sequence reached its maximal length
+    LENGTH = 2  # max_new_tokens was reached
+    CONTEXT = 3  # the sequence reached max_len
     CANCELLED = 4
     ERROR = 5  # the slot's status says why
     TIMEOUT = 6  # the request exceeded its time limit

@@ -277,7 +277,7 @@ def test_refuses_the_rest_by_name(model: Any) -> None:
     )
     right = {"input_ids": batch["input_ids"], "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]).to(model.device)}
     assert message(model, right) == (
-        "hf.generate: attention_mask[0] has zeros behind ones, expected padding on the left"
+        "hf.generate: attention_mask[0] has zeros after ones, expected padding on the left"
     )
     shifted = batch | {"position_ids": torch.arange(3, device=model.device).expand(2, -1) + 4}
     assert message(model, shifted) == (
@@ -328,10 +328,10 @@ def test_refuses_processors_that_act_in_another_way(model: Any) -> None:
         return message(model, batch, logits_processor=LogitsProcessorList(processors), **sample | options)
 
     assert said(TemperatureLogitsWarper(0.5), temperature=0.7) == (
-        "hf.generate: logits_processor has TemperatureLogitsWarper behind TemperatureLogitsWarper, "
+        "hf.generate: logits_processor has TemperatureLogitsWarper after TemperatureLogitsWarper, "
         "expected each once, in the order min_length, min_new_tokens, temperature, top_k, top_p, min_p"
     )
-    assert " TopKLogitsWarper behind TopPLogitsWarper, " in said(TopPLogitsWarper(0.5), TopKLogitsWarper(5))
+    assert " TopKLogitsWarper after TopPLogitsWarper, " in said(TopPLogitsWarper(0.5), TopKLogitsWarper(5))
     assert said(TopPLogitsWarper(0.5, min_tokens_to_keep=2)) == (
         "hf.generate: min_tokens_to_keep of TopPLogitsWarper is 2, expected 1"
     )

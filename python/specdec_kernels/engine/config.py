@@ -1,4 +1,4 @@
-"""What an engine is made with: every default resolved and every option checked, before anything is loaded."""
+"""Sizes of an engine: all defaults resolved and all options checked, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ MOST_NODES = 65536  # of a round, among which `allocate_nodes` chooses
 
 
 class Machine(NamedTuple):
-    """What an engine's sizes are held to."""
+    """The machine that an engine's sizes must fit."""
 
     device: torch.device
-    num_bytes: int  # of its memory, all of it
+    num_bytes: int  # total memory of the device
     gpu: Gpu | None = None  # None: a CPU
 
     @classmethod
     def of(cls, device: str | torch.device | None) -> Machine:
-        """That of a device; None: CUDA where torch has it and this build has kernels, else the CPU.
+        """Return the machine of a device; None: that of `default_device`.
 
         Raises:
-            ValueError: a device that there is none of.
+            ValueError: a device that does not exist, or that this build has no kernels for.
         """
         if device is None:
             device = default_device()
@@ -59,11 +59,12 @@ class Machine(NamedTuple):
 
 
 def default_device() -> torch.device:
+    """Return CUDA if torch finds a GPU and this build has CUDA kernels, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() and _C.cuda_version else "cpu")
 
 
 def host_bytes() -> int:
-    """The memory of the host, or what a container may have of it."""
+    """Return the memory of the host in bytes, or the limit of the container."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -73,14 +74,14 @@ def host_bytes() -> int:
 
 
 class PagePlan(NamedTuple):
-    """The page tables of an engine: one of all layers, and where windows differ one for each of the shorter ones.
+    """Page tables of an engine: one shared by most layers, and one for each shorter sliding window.
 
-    A window counts where it is so much shorter than the longest text that a slot never holds all pages of one.
+    A window counts only if it is so short that a slot never holds the pages of a sequence of `max_len` in full.
 
     Attributes:
-        window: behind which no layer of the first table sees; None: one sees all.
+        window: of the first table; its layers see no row further back. None: a layer sees all rows.
         of_slot: pages of the first table that a slot holds at most.
-        windows: of the other tables, rising, and the most pages that slots hold in each together.
+        windows: of the other tables, increasing: the window, and the pages that all slots together hold at most.
     """
 
     window: int | None
@@ -89,15 +90,15 @@ class PagePlan(NamedTuple):
 
     @property
     def gives_back(self) -> bool:
-        """Whether any layer's pages are given back as a text grows."""
+        """Return whether pages of any layer are given back as a sequence grows."""
         return self.window is not None or bool(self.windows)
 
     @classmethod
     def of(cls, windows: set[int | None], ahead: int, max_pages: int, page_size: int, num_slots: int) -> PagePlan:
-        """For layers with these windows, and slots that have pages for `ahead` rows behind their text at most."""
+        """Return the plan for layers with these windows, and slots with pages for `ahead` rows after their text."""
 
         def held(window: int) -> int:
-            # Whole pages, of which the first one and the last one may be used in part.
+            # Whole pages; the first and the last may be used in part.
             return -(-(window + ahead) // page_size) + 1
 
         short = sorted(window for window in windows if window is not None and held(window) < max_pages)
@@ -108,32 +109,32 @@ class PagePlan(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All numbers of an engine.
+    """All sizes of an engine.
 
     Attributes:
         machine: where it runs. dtype, kv_dtype: of weights and of the target's KV.
         needs: of the draft.
-        max_len: longest sequence, prompt included. num_slots: requests that run at once.
-        page_size: KV rows per page. max_pages: of a slot's page table. num_pages: of the pool; with `mem_fraction`, of
-            the one that the engine is tried out with.
-        pages: which page tables there are beside, and what is given back as texts grow.
-        mem_fraction: share of the device's memory to take; None: what `num_pages` takes.
-        reserve: KV rows behind L that a round may write (docs/round.md).
+        max_len: longest sequence in tokens, prompt included. num_slots: requests that run at the same time.
+        page_size: KV rows per page. max_pages: entries of a slot's page table. num_pages: pages of the pool; with
+            `mem_fraction`, those of the trial run at startup.
+        pages: page tables, and which of them give back pages as sequences grow.
+        mem_fraction: fraction of the device's memory to take; None: what `num_pages` takes.
+        reserve: KV rows after the L committed ones that a round may write (docs/round.md).
         prefill_chunk, prefill_requests: most rows, and most prompts, of a prefill pass.
-        captures: rounds and passes are CUDA graphs.
-        batch_sizes: of rounds, rising up to num_slots. measured_sizes: of these, whose costs are measured.
-        rows: of each batch size the nodes that its rounds verify in all, rising; several: the engine is adaptive.
-        plain_rounds: a round whose requests all want no drafts has a node for each, whatever `rows` has.
+        captures: rounds and prefill passes are CUDA graphs.
+        batch_sizes: of rounds, increasing, up to num_slots. measured_sizes: those whose costs are measured at startup.
+        rows: for each batch size the budget levels (nodes verified in total), increasing; more than one if adaptive.
+        plain_rounds: a round whose requests all refuse drafts has one node each, whatever `rows` lists.
         max_idle_rounds: rounds for which a slot's draft may be idle before it has to catch up; 0: it is never idle, or
             need not catch up.
-        round_sizes: of the captured rounds: each batch size with each number of rows, for KV of several lengths where
-            attention runs other plans for them; and without rows, where a draft catches up.
-        rounds_in_flight: launched and not yet read.
-        prefix_cache: pages of requests serve others whose texts begin alike.
-        fixed_split: rows at which attention cuts KV whatever runs beside it; None: where it is fastest.
-        top_n: most best entries scored beside a token.
+        round_sizes: captured rounds: each batch size with each number of rows, for each range of KV lengths with its
+            own attention plan, and the passes in which drafts catch up.
+        rounds_in_flight: rounds launched and not yet read.
+        prefix_cache: requests reuse the pages of others with the same prefix.
+        fixed_split: rows at which attention splits KV, whatever the batch; None: where it is fastest.
+        top_n: most likely tokens scored next to each token, at most.
         implementation: of the target, "native" or "transformers".
-        grammars: requests may have one.
+        grammars: requests may have a grammar.
     """
 
     machine: Machine
@@ -315,8 +316,10 @@ def batch_sizes_of(options: EngineOptions, captures: bool) -> tuple[int, ...]:
 
 
 def round_sizes_of(config: EngineConfig, model: Any, draft: Draft) -> tuple[RoundSize, ...]:
-    """Return the rounds to capture: for each batch size a first round, a catch-up pass if drafts can be idle, and each
-    number of rows, each for the KV lengths at which attention changes its plan.
+    """Return the rounds to capture.
+
+    For each batch size: a first round, a catch-up pass if drafts can be idle, and each number of rows, once for each
+    range of KV lengths with its own attention plan.
     """
     sizes = []
     for batch, rows in zip(config.batch_sizes, config.all_rows, strict=True):

@@ -42,7 +42,7 @@ class Engine:
             weights with the engine and is moved to `device` and cast to `dtype` if needed.
         draft: `Eagle3`, `Eagle`, `Standalone`, `Ngram`, a `Union` of two, or a `Draft` of your own. A draft serves one
             engine at a time, until `close`. None: plain decoding.
-        options: an `EngineOptions`, of which further keyword arguments replace fields. None: the defaults.
+        options: an `EngineOptions`, with fields replaced by further keyword arguments. None: the defaults.
 
     Attributes:
         draft: the draft, or a `Draft` that drafts nothing.
@@ -86,15 +86,12 @@ class Engine:
 
     @property
     def not_captured(self) -> str | None:
-        """Return why rounds of a model that runs by transformers' modules could not be captured; None if they were, or
-        were not to be.
-        """
+        """Return why rounds of transformers' modules could not be captured; None if they were, or were not to be."""
         return self.core.executor.not_captured
 
     @property
     def tuning(self) -> dict[str, Any]:
-        """Return the calibrations of the draft's models and the round costs, for JSON and for `Engine(tuning=)`
-        (docs/tuning.md).
+        """Return the draft's calibrations and the round costs as JSON values, for `Engine(tuning=)` (docs/tuning.md).
 
         Raises:
             RuntimeError: the engine is closed.
@@ -143,9 +140,10 @@ class Engine:
         add_special_tokens: bool = True,
         stream: bool = True,
     ) -> list[Request]:
-        """Start several requests together, in their order. They join in one turn of the loop, which is cheaper than one
-        by one. An invalid prompt or parameter, named by its index, starts none. The n samples of a prompt are n
-        requests in a row.
+        """Start several requests together, in their order.
+
+        They join in one turn of the loop, which is cheaper than one by one. An invalid prompt or parameter, named by
+        its index, starts none. The n samples of a prompt are n requests in a row.
 
         Args:
             prompts, params: as for `generate`.
@@ -218,8 +216,10 @@ class Engine:
         return outputs[0] if single and len(outputs) == 1 else outputs
 
     def export_request(self, request: BaseRequest) -> ExportedRequest:
-        """Take a request out of this engine, for `import_request` of another, which continues it as if it had never
-        moved; one engine may prefill, say, and another decode. The request ends here as cancelled, and frees its pages.
+        """Take a running request out of this engine, for `import_request` of another one.
+
+        The other engine continues the request as if it had never moved; one engine may prefill, say, and another
+        decode. The request ends here as cancelled, and frees its pages.
 
         Waits until the request runs, that is for its prefill and a first round. Greedy and sampled texts, with any
         parameters, continue exactly. The other engine needs the same weights, the same KV and the same kind of draft.
@@ -237,8 +237,9 @@ class Engine:
         return self.core.export_request(request)
 
     def import_request(self, exported: ExportedRequest, *, stream: bool = True) -> Request:
-        """Continue a request that has left another engine. Its output, and an iteration over it, start with the tokens
-        that it brings.
+        """Continue a request that has left another engine.
+
+        Its output, and an iteration over it, start with the tokens that it brings.
 
         Args:
             exported: from `export_request`, with tensors on any device; they are copied. Limits that are not the
@@ -266,11 +267,11 @@ class Engine:
     def update_weights(
         self, weights: Weights | None = None, draft: Weights | Sequence[Weights | None] | None = None
     ) -> None:
-        """Replace weights of the target, its draft or both between two rounds, without capture. Return once they are
-        copied.
+        """Replace weights of the target, its draft or both, between two rounds; return once they are copied.
 
-        Requests submitted later get the texts of an engine made with these weights. A running request keeps its tokens
-        so far and is prefilled again. No KV row of the old weights is used again, so the prefix cache is emptied, too.
+        CUDA graphs stay as they are. Requests submitted later get the texts of an engine made with these weights. A
+        running request keeps its tokens so far and is prefilled again. No KV row of the old weights is used again, so
+        the prefix cache is emptied, too.
 
         Args:
             weights: tensors of the target, by their names in its Hugging Face checkpoint, all or some, on any device,
@@ -305,8 +306,10 @@ class Engine:
         self.core.weights.sleep(level)
 
     def wake(self) -> None:
-        """Take back the memory that `sleep` freed. On CUDA rounds are captured again, since addresses may change, which
-        takes as long as at startup (`Engine.graphs` says how long).
+        """Take back the memory that `sleep` freed.
+
+        On CUDA rounds are captured again, since addresses may change. That takes as long as at startup
+        (`Engine.graphs` says how long).
 
         Raises:
             RuntimeError: the engine does not sleep, or is closed.

@@ -1,4 +1,4 @@
-"""What a user chooses for a request: how it is sampled, and when it ends."""
+"""Parameters of a request: how it is sampled, and when it ends."""
 
 from __future__ import annotations
 
@@ -25,50 +25,51 @@ CONSTRAINTS = ("json_schema", "regex", "grammar")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded: greedily at temperature 0, else by draws from the target's distribution.
+    """How one request is decoded: greedily at temperature 0, else by sampling from the target's distribution.
 
-    A draw depends on the seed and the token's position alone: with one seed a request has the same text whatever drafts
-    for it and whatever runs beside it.
+    A draw depends only on the seed and the token's position. With the same seed a request has the same text, whatever
+    the draft and the other requests of the batch.
 
     Attributes:
         max_new_tokens: the budget, at least 1.
         stop_token_ids: tokens that end the request (kept as its last); None: the model's end-of-sequence tokens.
         ignore_eos: with stop_token_ids None, stop at nothing but the budget.
-        temperature: 0, greedy; else what the logits are divided by. What follows is for temperatures above 0.
-        top_k: draw from the k likeliest tokens; 0, from all.
-        top_p: of these, draw from the likeliest that together reach this probability; 1, from all.
-        min_p: of these, draw from those at least this times as likely as the likeliest; 0, from all.
-        seed: of the draws, an integer of 64 bits. Requests that share it draw alike. None: another one each time,
-            which the request's output names.
-        n: samples of the prompt, each a request of its own: sample i draws with seed + i, as a request with that seed
-            does. For what returns a list.
-        presence_penalty, frequency_penalty: what is subtracted from the logit of a token that the request has
-            generated, once, and for each time. The prompt does not count. They may be below 0.
-        repetition_penalty: above 0. The logit of a token in the prompt or the text is divided by it where that is above
-            0, else multiplied. 1: as it was.
-        logit_bias: what is added to the logits of tokens, by their ids, before penalties; -inf forbids a token.
-        json_schema, regex, grammar: what the text must be, by xgrammar (the extra `grammar`), for an
-            `Engine(grammars=True)`; one of them at most. A JSON schema (a dict, or JSON; whitespace in the text has 16
-            characters in a row at most), a regular expression, or a grammar in EBNF whose root is `root`. Stop tokens
-            come where it is complete, and there alone; a budget may cut it off before.
-        prediction: what the text may repeat, text or token ids: an n-gram draft reads it as if it stood before the
-            prompt. For a draft of `Ngram`, alone or in a `Union`. The text is the same.
-        ngram_group: who shares this text as n-gram drafts (a tenant; the samples of one prompt): 1 to 2^31 - 1, or 0
-            for everybody. A group's requests draft from its texts and everybody's, and only they do from its own.
-        min_new_tokens: the first so many tokens are no stop tokens (the target chooses among the others), and complete
-            no stop string.
-        stop: a string, or several, before which the text is cut off; of the tokens, those are kept that completed it.
-            Looked for on the host, as results come in.
-        logprobs: True: the log-probability of each token. A number: also those of the so many likeliest tokens in its
-            place, at most 20. They are of the distribution behind bias and penalties, before temperature and
-            filters.
-        priority: requests of a lower number get a slot first, and keep it longest where pages run out; among those of
-            one number, who was submitted first. Who runs is not interrupted for others to begin.
-        timeout: seconds from its submission, above 0, in which it has to end, waiting included. Else it ends with
-            `FinishReason.TIMEOUT` behind the round that runs then; the output keeps what came until then. None: any.
-        speculation: "on", as many drafts are verified as pay; "off", none. A number: so many nodes at most, the root
-            of each round's tree included, so that 1 is "off". What a request does not take is others' to have. The text
-            is the same.
+        temperature: 0 is greedy; else the divisor of the logits. top_k, top_p and min_p apply above 0.
+        top_k: sample from the k most likely tokens; 0: from all.
+        top_p: then sample from the most likely tokens that together reach this probability; 1: from all.
+        min_p: then sample from tokens with at least this fraction of the highest probability; 0: from all.
+        seed: 64-bit integer. Requests with the same seed draw the same. None: a new one each time, which the output
+            names.
+        n: samples of the prompt, each a request of its own. Sample i draws with seed + i, as a request with that seed
+            does. For calls that return a list.
+        presence_penalty, frequency_penalty: subtracted from the logit of a token that the request has generated, once,
+            and for each occurrence. The prompt does not count. Negative values are allowed.
+        repetition_penalty: above 0. A positive logit of a token in prompt or output is divided by it, a negative one
+            multiplied. 1: no change.
+        logit_bias: added to the logits of tokens, by id, before penalties; -inf forbids a token.
+        json_schema, regex, grammar: constraint on the text, by xgrammar (the extra `grammar`), for an
+            `Engine(grammars=True)`; at most one of them. A JSON schema (a dict or JSON; at most 16 whitespace
+            characters in a row in the text), a regular expression, or a grammar in EBNF with the root `root`. Stop
+            tokens come only where the text is complete; max_new_tokens may cut it off earlier.
+        prediction: what the output may repeat, text or token ids. An n-gram draft reads it as if it preceded the
+            prompt. Needs a draft of `Ngram`, alone or in a `Union`. Does not change the text.
+        ngram_group: requests that share their texts for n-gram drafting (a tenant; samples of one prompt): 1 to
+            2^31 - 1, or 0 for all. Requests of a group draft from texts of their group and of group 0; no other request
+            drafts from theirs.
+        min_new_tokens: number of first tokens that are no stop tokens (the target chooses among the others) and
+            complete no stop string.
+        stop: a string, or several, before which the text is cut off. `tokens` keeps the tokens that complete it. The
+            host looks for it as results come in.
+        logprobs: True: the log-probability of each token. A number, at most 20: also those of as many most likely
+            tokens at its position. The distribution is that after bias and penalties, before temperature and filters.
+        priority: requests with a lower number get a slot first, and keep it longest if pages run out; then the order of
+            submission decides. A running request is not interrupted to let another start.
+        timeout: seconds from submission to end, waiting included, above 0. A late request ends with
+            `FinishReason.TIMEOUT` after the round that runs then; the output keeps the tokens up to then. None: no
+            limit.
+        speculation: "on": as many draft nodes as pay off. "off": none. A number: at most this many nodes per round, the
+            root of the tree included, so 1 is "off". Other requests may use the rest of the budget. Does not change the
+            text.
     """
 
     max_new_tokens: int = 128
@@ -135,49 +136,50 @@ class SamplingParams:
     def from_generation_config(
         cls, source: str | Path | nn.Module | GenerationConfig, **overrides: Any
     ) -> SamplingParams:
-        """What a model's generation config asks for, as `generate` of transformers reads it.
+        """Return the parameters that a model's generation config gives, as `generate` of transformers reads it.
 
-        Of it are taken max_new_tokens, min_new_tokens, stop_strings, repetition_penalty and eos_token_id (one or
-        several, as stop_token_ids); where do_sample is true also temperature (1 where it is not given), top_k (50 where
-        it is not given), top_p and min_p; else the text is greedy. Where it has no max_new_tokens the default here
-        counts: max_length, which includes the prompt, is not read.
+        Read are max_new_tokens, min_new_tokens, stop_strings, repetition_penalty and eos_token_id (one or several, as
+        stop_token_ids). If do_sample is true, also temperature (default 1), top_k (default 50), top_p and min_p; else
+        decoding is greedy. Without max_new_tokens the default here counts: max_length, which includes the prompt, is
+        not read.
 
         Args:
             source: path or hub id of a model, the module itself, or a `GenerationConfig`.
-            overrides: parameters that take the place of the config's; or one that is refused, by its name there and
-                with the value that leaves it out: `no_repeat_ngram_size=0`.
+            overrides: parameters that replace the config's; or a setting that is refused, by its name in the config,
+                with the value that disables it: `no_repeat_ngram_size=0`.
 
         Raises:
-            ValueError: it asks for what would change the text and is not supported: beams, other penalties and filters.
-            TypeError: another source; an override that there is not.
-            OSError: no such model, or it has no generation config.
+            ValueError: a setting that would change the text and is not supported: beams, other penalties and filters.
+            TypeError: another source; an unknown override.
+            OSError: no such model, or a model without a generation config.
         """
         return cls(**values_of(source, dict(overrides)))
 
     @property
     def stop_strings(self) -> list[str]:
+        """Return the stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     @property
     def max_nodes(self) -> int:
-        """Of a round's tree at most, its root included; 0: as many as pay."""
+        """Return the most nodes of a round's tree, root included; 0: as many as pay off."""
         return {"on": 0, "off": 1}[self.speculation] if isinstance(self.speculation, str) else self.speculation
 
     @property
     def timeout_ns(self) -> int:
-        """`timeout` in nanoseconds, above 0; 0: none. A century is as good as none."""
+        """Return `timeout` in nanoseconds, at most a century; 0: none."""
         return 0 if self.timeout is None else max(1, int(min(self.timeout, 3e9) * 1e9))
 
     @property
     def num_logprobs(self) -> int:
-        """How many of the likeliest tokens are wanted beside each token; -1: not even its own log-probability."""
+        """Return how many of the most likely tokens to score at each position; -1: not even the token itself."""
         if self.logprobs is None or self.logprobs is False:
             return -1
         return 0 if self.logprobs is True else self.logprobs
 
     @property
     def constraint(self) -> tuple[str, str]:
-        """What the text must be: which of json_schema, regex and grammar is given, and as text; "" twice: none is."""
+        """Return the name of the constraint given (json_schema, regex or grammar) and its text; "" twice: none."""
         for name in CONSTRAINTS:
             value = getattr(self, name)
             if value is not None:
@@ -185,7 +187,7 @@ class SamplingParams:
         return "", ""
 
     def edits(self, num_prompt_tokens: int, new_matcher: Callable[[], Any] | None = None) -> LogitEdit | None:
-        """What it asks of the logits of a request with such a prompt; None: nothing."""
+        """Return the edits of a request's logits, given the length of its prompt; None: no edits."""
         kinds = Edit.BIAS if self.logit_bias else Edit(0)
         if self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1:
             kinds |= Edit.PENALTIES
@@ -197,13 +199,13 @@ class SamplingParams:
         return LogitEdit(kinds, dict(self.logit_bias or {}), *penalties, num_prompt_tokens, new_matcher)
 
     def with_seed(self) -> SamplingParams:
-        """These, with a seed drawn where there is none and one is needed."""
+        """Return the parameters with a seed, drawn if there is none and one is needed."""
         if self.temperature == 0 or self.seed is not None:
             return self
         return replace(self, seed=secrets.randbits(63))
 
     def of_sample(self, number: int) -> SamplingParams:
-        """These, which have a seed where one is needed, for one of the n samples."""
+        """Return the parameters of one of the n samples, with a seed of its own."""
         if number == 0 or self.seed is None:
             return self
         return replace(self, seed=(self.seed + number + 2**63) % 2**64 - 2**63)  # of 64 bits again

@@ -251,8 +251,10 @@ def make_scheduler(
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Enter the engine's device and stream. Work launched inside waits for earlier work of the caller's stream, and
-    later work of the caller's stream waits for it.
+    """Enter the engine's device and stream.
+
+    Work launched inside waits for earlier work of the caller's stream, and later work of the caller's stream waits for
+    it.
     """
     if stream is None:
         yield

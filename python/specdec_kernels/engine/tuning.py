@@ -1,8 +1,7 @@
-"""What was found out about a target and a draft on a machine, as JSON (docs/tuning.md has the keys).
+"""Calibrations and round costs of a target and a draft on a machine, as JSON (docs/tuning.md lists the keys).
 
-`Engine.tuning` and `specdec tune --out` give it, `Engine(tuning=)` and `--tuning` take it.
-
-A file of another draft, or of no such kind, is refused. Costs of other rounds are not: rounds are measured then.
+`Engine.tuning` and `specdec tune --out` write them, `Engine(tuning=)` and `--tuning` read them. A tuning of another
+draft is refused. Costs of other rounds are ignored, and rounds are measured.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from .drafts.model import ModelDraft
 from .options import TuningSource
 
 SCHEMA = 1
-IDENTITY = "draft", "model", "target"  # of a calibration: the draft's class, what its model and the target are called
-# What a slope and an offset are kept to, and how many nodes count (csrc/draft/update_calibration.h).
+IDENTITY = "draft", "model", "target"  # of a calibration: the draft's class, the names of its model and of the target
+# Limits of slopes and offsets, and of the nodes counted (csrc/draft/update_calibration.h).
 SLOPES, MOST_OFFSET, MOST_NODES = (0.125, 8.0), 8.0, 1 << 14
 MOST_LOGITS = MOST_NODES * 24 << 16
 
@@ -31,11 +30,11 @@ EXPECTED = "what `specdec tune --out` or `Engine.tuning` gave"
 
 
 def read_tuning(source: TuningSource, name: str = "Engine: tuning") -> dict[str, Any]:
-    """The tuning in a file, or a dict that is one; `name` is the option's, for errors.
+    """Read and check a tuning, given as a file or a dict; `name` is that of the option, for errors.
 
     Raises:
-        OSError: there is no such file. ValueError: it holds something else, or what another version wrote.
-        TypeError: it is no path and no dict.
+        OSError: no such file. ValueError: invalid content, or that of another schema version.
+        TypeError: neither a path nor a dict.
     """
     if isinstance(source, Mapping):
         what, tuning = f"{name} is a dict", dict(source)
@@ -67,7 +66,7 @@ def read_tuning(source: TuningSource, name: str = "Engine: tuning") -> dict[str,
 
 
 def is_calibration(entry: dict[str, Any]) -> bool:
-    """Whether it has a table and counts as `update_calibration` may have left them."""
+    """Return whether an entry has a table and counts that `update_calibration` can have left."""
     try:
         table = torch.tensor(entry["table"], dtype=torch.float64)
         counts = torch.tensor(entry["counts"])
@@ -84,7 +83,7 @@ def is_calibration(entry: dict[str, Any]) -> bool:
 
 
 def tuning_of(draft: Draft, target: str, costs: _C.RoundCosts | None, rounds: dict[str, Any]) -> dict[str, Any]:
-    """What `read_tuning` reads, of an open draft and of costs of its rounds."""
+    """Return the tuning, as `read_tuning` takes it, of an open draft and the costs of its rounds."""
     return {
         "schema": SCHEMA,
         "specdec_kernels": __version__,
@@ -94,6 +93,7 @@ def tuning_of(draft: Draft, target: str, costs: _C.RoundCosts | None, rounds: di
 
 
 def facts_of(part: ModelDraft, target: str) -> dict[str, Any]:
+    """Return the calibration of a draft as JSON values, with its identity."""
     assert part.calibration is not None
     table, counts = part.calibration
     return {**identity_of(part, target), "table": table.tolist(), "counts": counts.tolist()}
@@ -103,19 +103,20 @@ def facts_of(part: ModelDraft, target: str) -> dict[str, Any]:
 
 
 def calibrated_parts(draft: Draft) -> list[ModelDraft]:
-    """The drafts with a calibration, of those that this one unites."""
+    """Return the parts of a draft that have a calibration."""
     return [part for part in leaves(draft) if isinstance(part, ModelDraft) and not part.sampled]
 
 
 def identity_of(part: ModelDraft, target: str) -> dict[str, str]:
+    """Return what a calibration belongs to."""
     return dict(zip(IDENTITY, (type(part).__name__, part.model_name, target), strict=True))
 
 
 def calibrations_for(tuning: dict[str, Any], draft: Draft, target: str) -> list[dict[str, Any] | None]:
-    """For each of `calibrated_parts` its calibration; None where the tuning has none at all.
+    """Return the calibration of each of `calibrated_parts`; None if the tuning has none.
 
     Raises:
-        ValueError: it has some, but none of this draft.
+        ValueError: the tuning has calibrations, but none of this draft.
     """
     entries = tuning.get("calibrations") or []
     found: list[dict[str, Any] | None] = []
@@ -133,11 +134,12 @@ def calibrations_for(tuning: dict[str, Any], draft: Draft, target: str) -> list[
 
 
 def text_of(identity: dict[str, Any]) -> str:
+    """Return an identity in words."""
     return "{draft} ({model}) for {target}".format(**identity)
 
 
 def calibrate(draft: Draft, calibrations: Sequence[dict[str, Any] | None]) -> None:
-    """Give an open draft what `calibrations_for` found. Depths that it lacks stay as they are."""
+    """Copy the calibrations of `calibrations_for` into an open draft. Depths without an entry stay as they are."""
     for part, entry in zip(calibrated_parts(draft), calibrations, strict=True):
         if entry is not None:
             assert part.calibration is not None
@@ -150,7 +152,7 @@ def calibrate(draft: Draft, calibrations: Sequence[dict[str, Any] | None]) -> No
 
 
 def rounds_of(model: Any, draft: Draft, config: EngineConfig) -> dict[str, Any]:
-    """What the costs of an engine's rounds depend on, besides their sizes: where all of it is the same, they are."""
+    """Return what round costs depend on besides sizes; costs are reused only if all of it is equal."""
     device, shape = config.machine.device, model.to_dict()
     needs = config.needs
     return {
@@ -180,18 +182,19 @@ COSTS = "batches", "rows", "us", "catch_up"
 
 
 def costs_of(costs: _C.RoundCosts, rounds: dict[str, Any]) -> dict[str, Any]:
+    """Return round costs as JSON values."""
     return {"of": rounds, **{key: getattr(costs, key) for key in COSTS}}
 
 
 def costs_in(costs: Any) -> _C.RoundCosts:
-    """The costs of a tuning."""
+    """Return the round costs from the JSON values of a tuning."""
     if not isinstance(costs["of"], dict):
         raise TypeError
     return _C.RoundCosts(*(costs[key] for key in COSTS))
 
 
 def costs_for(tuning: dict[str, Any], rounds: dict[str, Any], config: EngineConfig) -> _C.RoundCosts | None:
-    """What rounds like these were measured to take; None where it is not known."""
+    """Return the costs of rounds like these if the tuning has them, else None."""
     costs = tuning.get("costs")
     if costs is None or costs["of"] != rounds:
         return None

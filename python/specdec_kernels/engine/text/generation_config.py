@@ -1,4 +1,4 @@
-"""What a model's generation config says of sampling, as `generate` of transformers reads it."""
+"""Sampling parameters of a model's generation config, as `generate` of transformers reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from ...models.weights.adapters import with_base
 from ...models.weights.checkpoint import expect_folder
 
-# What would make another text of it than ours, by the value that asks for nothing.
+# Settings that would change the text and are not supported, with the value that disables each.
 REFUSED = {
     **{"num_beams": 1, "num_return_sequences": 1, "dola_layers": None, "constraints": None, "force_words_ids": None},
     **{"encoder_repetition_penalty": 1.0, "guidance_scale": 1.0, "sequence_bias": None},
@@ -25,7 +25,7 @@ REFUSED_OF_GREEDY = {"penalty_alpha": 0.0}
 
 
 def values_of(source: Any, overrides: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of SamplingParams. Overrides of what is refused count as the config's."""
+    """Return arguments for SamplingParams. Overrides of refused settings count as the config's own."""
     values = vars(config_of(source)).copy()
     for name in (REFUSED | REFUSED_OF_DRAWS | REFUSED_OF_GREEDY).keys() & overrides.keys():
         values[name] = overrides.pop(name)
@@ -43,7 +43,7 @@ def values_of(source: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     found = given(max_new_tokens="max_new_tokens", min_new_tokens="min_new_tokens", stop="stop_strings")
     found |= given(repetition_penalty="repetition_penalty")
     if draws:
-        # What transformers fills in where a config says nothing.
+        # Defaults of transformers.
         found |= {"temperature": 1.0, "top_k": 50} | given(
             temperature="temperature", top_k="top_k", top_p="top_p", min_p="min_p"
         )
@@ -54,6 +54,7 @@ def values_of(source: Any, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_of(source: Any) -> GenerationConfig:
+    """Return the generation config of a model, given by path, hub id or module, or the config itself."""
     if isinstance(source, str | Path):
         expect_folder(source, "SamplingParams: source")
         base, _ = with_base(source, None)

@@ -1,4 +1,4 @@
-"""What `generate` takes as prompts, as lists of token ids."""
+"""Prompts of `generate` as lists of token ids."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece*")
 
 
 def own_tokenizer(adapter: Path | None) -> Path | None:
-    """The folder of an adapter that brings a tokenizer: it was trained with that one, and with its template."""
+    """Return the folder of an adapter that has a tokenizer: the adapter was trained with it, and its template."""
     return adapter if adapter is not None and has_tokenizer(adapter) else None
 
 
 def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer."""
     return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def load_tokenizer(model: str | Path | nn.Module, tokenizer: Any, trust_remote_code: bool) -> tuple[Any, str]:
-    """The tokenizer and "", or None and why there is none: it may not be needed."""
+    """Return the tokenizer and "", or None and the reason. No error: a tokenizer may not be needed."""
     if tokenizer is not None and not isinstance(tokenizer, str | Path):
         return tokenizer, ""
     if tokenizer is None and isinstance(model, nn.Module):
@@ -33,13 +34,13 @@ def load_tokenizer(model: str | Path | nn.Module, tokenizer: Any, trust_remote_c
         return None, "the model folder has no tokenizer"
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code), ""
-    except Exception as error:  # whatever its files, or the code that reads them, make of themselves
+    except Exception as error:  # its files, or the code that reads them, may raise anything
         reason = " ".join(str(error).split())
         return None, f"the tokenizer of {source} does not load: {type(error).__name__}: {reason}"
 
 
 def as_list(prompts: Any, op: str) -> list[Any]:
-    """Prompts one by one: a single one, text or token ids, as a list of one. Arrays count as what they hold."""
+    """Return prompts as a list; a single one, text or token ids, as a list of one. Arrays count as lists."""
     if isinstance(prompts, str):
         return [prompts]
     items = plain(prompts)
@@ -53,14 +54,14 @@ def as_list(prompts: Any, op: str) -> list[Any]:
 def tokens_of_each(
     prompts: Sequence[Any], names: Sequence[str], tokenizer: Any, no_tokenizer: str, add_special_tokens: bool
 ) -> list[list[int]]:
-    """The tokens of each prompt, which errors call by these names; `no_tokenizer` says why there is none."""
+    """Return the token ids of each prompt. Errors use `names`, and `no_tokenizer`, why there is no tokenizer."""
     texts = []
     for prompt, name in zip(prompts, names, strict=True):
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ValueError(f"{name} is text, expected token ids ({no_tokenizer})")
             texts.append(prompt)
-    # All at once: a call of a tokenizer takes longer than its work on a short text.
+    # One call for all texts: the overhead of a call exceeds its work on a short text.
     encoded = iter(tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else ())
     return [
         next(encoded) if isinstance(prompt, str) else token_ids(prompt, name)
@@ -69,8 +70,8 @@ def tokens_of_each(
 
 
 def token_ids(prompt: Any, name: str) -> list[int]:
-    """A prompt that is no text as a list of ints."""
-    if type(prompt) in (list, tuple) and set(map(type, prompt)) <= {int}:  # what most of them are, and quickly seen
+    """Return a prompt that is not text as a list of ints."""
+    if type(prompt) in (list, tuple) and set(map(type, prompt)) <= {int}:  # the common case, checked fast
         return list(prompt)
     items = plain(prompt)
     if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray | memoryview):
@@ -83,7 +84,7 @@ def token_ids(prompt: Any, name: str) -> list[int]:
 
 
 def conversations(messages: Any) -> tuple[list[Any], bool]:
-    """Conversations one by one, and whether there was a single one, which is a list of messages."""
+    """Return conversations as a list, and whether a single one was given, that is a list of messages."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         got = f"a {type(messages).__name__}" if messages or not isinstance(messages, Sequence) else "empty"
         raise TypeError(f"chat: messages is {got}, expected a list of messages, or a list of such lists")
@@ -101,9 +102,9 @@ def conversations(messages: Any) -> tuple[list[Any], bool]:
 
 
 def chat_tokens(conversation: Any, tokenizer: Any, no_tokenizer: str, options: dict[str, Any]) -> list[int]:
-    """The tokens of a conversation by the tokenizer's chat template, up to where the answer begins.
+    """Return the token ids of a conversation by the tokenizer's chat template, up to where the answer begins.
 
-    `options` go to `apply_chat_template`: tools, another chat_template, what a template asks for.
+    `options` go to `apply_chat_template`: tools, another chat_template, variables of the template.
     """
     if tokenizer is None:
         raise ValueError(f"chat: messages need a chat template, expected a tokenizer with one ({no_tokenizer})")
@@ -117,7 +118,7 @@ def chat_tokens(conversation: Any, tokenizer: Any, no_tokenizer: str, options: d
 def check_tokens(
     tokens: list[int], name: str, *, max_len: int, vocab_size: int, placeholders: Mapping[int, str]
 ) -> None:
-    """ValueError for tokens that are no text of the model; `placeholders` are those that stand for another sense."""
+    """Raise ValueError for ids that are no text tokens of the model; `placeholders` stand for images or audio."""
     if not tokens:
         raise ValueError(f"{name} is empty, expected at least 1 token")
     if len(tokens) >= max_len:
@@ -130,5 +131,5 @@ def check_tokens(
 
 
 def plain(value: Any) -> Any:
-    """A NumPy array or a tensor as (nested) lists, anything else as it is."""
+    """Return a NumPy array or a tensor as (nested) lists, anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
