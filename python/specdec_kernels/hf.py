@@ -5,8 +5,8 @@
     model.generate(**inputs, max_new_tokens=200, custom_generate=hf.generate, draft=Eagle3(folder))
 
 The engine uses the model's own weights: projections are fused in place, without more memory, and the model still runs
-as before. The engine is created at the first call and kept with the model; a call with other options, or that needs longer
-or more sequences, replaces it. `release` frees its memory.
+as before. The engine is created at the first call and kept with the model; a call with other options, or that needs
+longer or more sequences, replaces it. `release` frees its memory.
 
 transformers does not pass `streamer=`, `assistant_model=` and the tokenizer to a custom_generate. Use `stream_to=` and
 `draft=Standalone(model)` here, and for `stop_strings=` add a `StopStringCriteria(tokenizer, ...)` to the stopping

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's endpoints over one engine, metrics, and a page that shows what speculation does."""
+"""The HTTP server: OpenAI's endpoints over one engine, metrics, and a page that compares with and without drafts."""
 
 from .app import make_app
 from .process import serving_process

@@ -1,4 +1,4 @@
-"""The application: who may ask, how much, and where each path leads."""
+"""The FastAPI application: endpoints, authorization and limits."""
 
 from __future__ import annotations
 
@@ -15,24 +15,37 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from ..engine import AsyncEngine, AsyncRequest, Engine
-from .fields import TOKENS, Fields, RequestError, parse_body
 from .metrics import Metrics
-from .protocol import Asked, Settings, check_model, read_chat, read_completion, read_conversation, read_prompts
-from .responses import Answer, event
+from .protocol import (
+    ConversationBody,
+    DetokenizeBody,
+    Object,
+    ParsedRequest,
+    PromptBody,
+    RequestError,
+    Settings,
+    parse_body,
+    read_chat,
+    read_completion,
+    read_conversation,
+    read_prompts,
+    validate,
+)
+from .responses import ResponseBuilder, event
 from .text import token_texts
 from .tool_calls import PARSERS, OneCall, ToolParser, parser_for
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
-    "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"  # nothing from elsewhere
+    "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"  # no external content
 )
 
-Reader = Callable[[Fields, Settings, Engine], Asked]
+Reader = Callable[[Object, Settings, Engine], ParsedRequest]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Server:
-    """The endpoints, over one engine, in one event loop."""
+    """The endpoints of one engine, in one event loop."""
 
     def __init__(self, tasks: AsyncEngine, settings: Settings) -> None:
         engine = tasks.engine
@@ -47,27 +60,27 @@ class Server:
         template = settings.chat_template or getattr(engine.tokenizer, "chat_template", None) or ""
         self._parser = PARSERS[settings.tool_parser or parser_for(str(template))]
 
-    # --- answers
+    # --- generation
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, read_chat, is_chat=True)
+        return await self._generate(request, read_chat, is_chat=True)
 
     async def complete(self, request: Request) -> Response:
-        return await self._answer(request, read_completion, is_chat=False)
+        return await self._generate(request, read_completion, is_chat=False)
 
-    async def _answer(self, request: Request, read: Reader, *, is_chat: bool) -> Response:
+    async def _generate(self, request: Request, read: Reader, *, is_chat: bool) -> Response:
         arrival = time.perf_counter()
-        asked = read(await self._body(request), self.settings, self.engine)
-        token_lists = await asyncio.to_thread(asked.tokens, self.engine)
+        parsed = read(await self._body(request), self.settings, self.engine)
+        token_lists = await asyncio.to_thread(parsed.tokenize, self.engine)
         try:
-            await self.tasks.compile_grammars([asked.params])
+            await self.tasks.compile_grammars([parsed.params])
         except ValueError as error:
-            raise asked.refused(error) from error
-        requests = self._submit(asked, token_lists, arrival)
-        format = OneCall if asked.must_call else self._parser
-        parser: Callable[[], ToolParser] | None = (lambda: format(asked.tools)) if asked.tools else None
-        answer = Answer(
-            asked,
+            raise parsed.refused(error) from error
+        requests = self._submit(parsed, token_lists, arrival)
+        format = OneCall if parsed.must_call else self._parser
+        parser: Callable[[], ToolParser] | None = (lambda: format(parsed.tools)) if parsed.tools else None
+        builder = ResponseBuilder(
+            parsed,
             requests,
             is_chat=is_chat,
             model=self.settings.model_name,
@@ -76,54 +89,53 @@ class Server:
             parser=parser,
             on_first=lambda: self.metrics.first_token.observe(time.perf_counter() - arrival),
         )
-        if asked.stream:
-            return EventStream(answer)
-        async with leaving_with_client(request.receive, requests):
-            return JSONResponse(await answer.whole())
+        if parsed.stream:
+            return EventStream(builder)
+        async with cancelled_on_disconnect(request.receive, requests):
+            return JSONResponse(await builder.whole())
 
-    def _submit(self, asked: Asked, token_lists: list[list[int]], arrival: float) -> list[AsyncRequest]:
-        """Starts every choice of every prompt, or none. Nothing else runs meanwhile: who is counted has room."""
+    def _submit(self, parsed: ParsedRequest, token_lists: list[list[int]], arrival: float) -> list[AsyncRequest]:
+        """Submit every choice of every prompt, or none. It does not await, so that the count of open requests holds."""
         most = self.settings.max_prompt_tokens
         for tokens in token_lists:
             if most is not None and len(tokens) > most:
                 raise RequestError(f"the prompt has {len(tokens)} tokens, expected at most {most}", "prompt")
-        count = len(token_lists) * asked.params.n
+        count = len(token_lists) * parsed.params.n
         room = self.engine.config.num_slots + self.settings.max_queued
         if count > room:
             raise RequestError(f"prompt and n ask for {count} texts, expected at most {room}", "n")
         if self.metrics.num_open + count > room:
             message = f"{self.metrics.num_open} requests are waiting or running, expected fewer: try again later"
             raise RequestError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
-        params = [asked.params] * len(token_lists)
+        params = [parsed.params] * len(token_lists)
         try:
-            with able_to_serve():
+            with unavailable_as_503():
                 requests = self.tasks.submit_tokens(token_lists, params)
         except ValueError as error:
-            raise asked.refused(error) from error
+            raise parsed.refused(error) from error
         self.metrics.begin(requests, arrival)
         return requests
 
     def cancel_all(self) -> None:
-        """Ends whatever runs or waits: clients are told so."""
+        """Cancel all running and waiting requests; clients get an error."""
         for request in self.metrics.open_requests:
             request.cancel()
 
-    # --- what else a client may want to know
+    # --- other endpoints
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request)
-        check_model(body, self.settings)
-        is_chat = "messages" in body
-        make_tokens = read_conversation(body, self.settings).tokens if is_chat else read_prompts(body)
-        body.expect_no_more()
-        (tokens,) = (await asyncio.to_thread(make_tokens, self.engine))[:1]
+        if body.get("messages") is not None:
+            conversation = read_conversation(validate(ConversationBody, body, self.settings), self.settings)
+            token_lists = await asyncio.to_thread(conversation.tokenize, self.engine)
+        else:
+            tokenize = read_prompts(validate(PromptBody, body, self.settings))
+            token_lists = await asyncio.to_thread(tokenize, self.engine)
+        tokens = token_lists[0]
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.config.max_len})
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        check_model(body, self.settings)
-        tokens = body.need("tokens", TOKENS)
-        body.expect_no_more()
+        tokens = validate(DetokenizeBody, await self._body(request), self.settings).tokens
         vocab_size = self.engine.target.config.vocab_size
         for token in tokens:
             if not 0 <= token < vocab_size:
@@ -142,19 +154,19 @@ class Server:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def server_info(self, request: Request) -> Response:
-        """What SGLang's benchmark reads."""
+        """Return the fields that SGLang's benchmark reads."""
         self._check_key(request)
         state = {"avg_spec_accept_length": self.metrics.totals.accept_length}
         return JSONResponse({"model_path": self.settings.model_name, "internal_states": [state]})
 
     async def health(self, _: Request) -> Response:
-        with able_to_serve():
+        with unavailable_as_503():
             self.engine.core.expect_open()
         return JSONResponse({"status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
         self._check_key(request)
-        with able_to_serve():
+        with unavailable_as_503():
             await asyncio.to_thread(self.engine.clear_cache)
         return JSONResponse({"status": "ok"})
 
@@ -164,7 +176,7 @@ class Server:
     async def page(self, _: Request) -> Response:
         return HTMLResponse(PAGE.read_bytes(), headers={"Content-Security-Policy": PAGE_POLICY})
 
-    # --- who may ask, and how much
+    # --- authorization and limits
 
     def _check_key(self, request: Request) -> None:
         key = self.settings.api_key
@@ -176,7 +188,7 @@ class Server:
             headers = {"WWW-Authenticate": "Bearer"}
             raise RequestError(message, status=401, code="invalid_api_key", headers=headers)
 
-    async def _body(self, request: Request) -> Fields:
+    async def _body(self, request: Request) -> Object:
         self._check_key(request)
         most = self.settings.max_body_bytes
         length = request.headers.get("content-length", "")
@@ -195,8 +207,8 @@ class Server:
 
 
 @contextmanager
-def able_to_serve() -> Iterator[None]:
-    """What an engine cannot do for now, or any more, is a 503."""
+def unavailable_as_503() -> Iterator[None]:
+    """Convert a RuntimeError of the engine, which is closed or asleep, to status 503."""
     try:
         yield
     except RuntimeError as error:
@@ -204,15 +216,15 @@ def able_to_serve() -> Iterator[None]:
 
 
 class EventStream(Response):
-    """An answer's events as they come. What fails before the first of them has its status code."""
+    """A stream of a response's events. A failure before the first event has its own status code."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, builder: ResponseBuilder) -> None:
         self.background = None
-        self._answer = answer
+        self._builder = builder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = self._answer.events()
-        async with leaving_with_client(receive, self._answer.requests), aclosing(events):  # type: ignore[type-var]
+        events = self._builder.events()
+        async with cancelled_on_disconnect(receive, self._builder.requests), aclosing(events):  # type: ignore[type-var]
             try:
                 first = await anext(events)
             except RequestError as error:
@@ -229,8 +241,8 @@ class EventStream(Response):
 
 
 @asynccontextmanager
-async def leaving_with_client(receive: Receive, requests: Sequence[AsyncRequest]) -> AsyncIterator[None]:
-    """Cancels the requests when their client goes away, or the answer ends before they do."""
+async def cancelled_on_disconnect(receive: Receive, requests: Sequence[AsyncRequest]) -> AsyncIterator[None]:
+    """Cancel the requests when the client disconnects, or when the response ends first."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -252,7 +264,7 @@ def as_response(error: RequestError) -> Response:
 
 
 def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
-    """The application that answers for an engine, which it does not close.
+    """Make the application of an engine. It does not close the engine.
 
     Raises:
         ValueError: the engine has no fast tokenizer.

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus: by the names of vLLM, so that its dashboards and its client read them."""
+"""Prometheus metrics, with vLLM's names, so that its dashboards and its benchmark client read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class Metrics(Collector):
-    """Counts of all requests, those that run included. A request costs something at its begin and at its end alone.
+    """Counters over all requests, running ones included. Work is done only when a request begins and ends.
 
     Attributes:
         first_token: seconds from a request's arrival to its first token.
@@ -28,10 +28,10 @@ class Metrics(Collector):
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine, self._label = engine, [model]
         self._lock = threading.Lock()
-        self._open: dict[AsyncRequest, float] = {}  # and when they came
+        self._open: dict[AsyncRequest, float] = {}  # requests and their arrival
         self._ended: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
-        self._rounds: Counter[int] = Counter()  # by the number of their tokens
+        self._rounds: Counter[int] = Counter()  # number of rounds by their tokens
         self._registry = CollectorRegistry()
         names = {"labelnames": ["model_name"], "registry": self._registry, "buckets": SECONDS}
         first = Histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token", **names)  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ class Metrics(Collector):
 
     @property
     def num_open(self) -> int:
-        """Requests that run or wait."""
+        """Number of running or waiting requests."""
         return len(self._open)
 
     @property
@@ -69,7 +69,7 @@ class Metrics(Collector):
 
     @property
     def totals(self) -> RequestStats:
-        """The rounds of all requests, of those that run as far as they are."""
+        """Statistics over the rounds of all requests so far."""
         counts = self._counts()
         return RequestStats(counts["rounds"], counts["drafted"], counts["accepted"])
 
@@ -97,35 +97,37 @@ class Metrics(Collector):
 
         scheduler, stats = self._engine.core.scheduler, self._engine.stats()
         yield gauge("vllm:num_requests_running", "Requests with a slot", scheduler.num_running)
-        yield gauge("vllm:num_requests_waiting", "Requests that wait for one", scheduler.num_waiting)
+        yield gauge("vllm:num_requests_waiting", "Requests without a slot", scheduler.num_waiting)
         pages = self._engine.config.num_pages
         free = scheduler.num_free_pages_estimate + scheduler.num_cached_pages - scheduler.num_shared_pages
-        yield gauge("vllm:kv_cache_usage_perc", "Share of the pages that requests need, 1 is all", 1 - free / pages)
+        yield gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use by requests, 1 is all", 1 - free / pages)
         yield gauge("specdec:cached_pages", "Pages in the prefix cache", scheduler.num_cached_pages)
         yield counter("vllm:prompt_tokens", "Tokens of prompts", counts["prompt_tokens"])
-        yield counter("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache", counts["prompt_tokens"])
-        yield counter("vllm:prefix_cache_hits", "Tokens found there, and not prefilled", counts["cached_tokens"])
-        yield counter("vllm:num_preemptions", "Requests that gave their slot back for a while", stats.retractions)
+        yield counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", counts["prompt_tokens"]
+        )
+        yield counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", counts["cached_tokens"])
+        yield counter("vllm:num_preemptions", "Requests preempted", stats.retractions)
         yield counter("vllm:generation_tokens", "Tokens generated", counts["tokens"])
         ends = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by how", labels=["model_name", "finished_reason"]
+            "vllm:request_success", "Requests that ended, by reason", labels=["model_name", "finished_reason"]
         )
         for reason, count in sorted(reasons.items()):
             ends.add_metric([*self._label, reason], count)
         yield ends
-        yield counter("vllm:spec_decode_num_drafts", "Rounds that emitted something", counts["rounds"])
-        yield counter("vllm:spec_decode_num_draft_tokens", "Candidates verified", counts["drafted"])
-        yield counter("vllm:spec_decode_num_accepted_tokens", "Candidates that stayed", counts["accepted"])
+        yield counter("vllm:spec_decode_num_drafts", "Rounds that emitted tokens", counts["rounds"])
+        yield counter("vllm:spec_decode_num_draft_tokens", "Draft tokens verified", counts["drafted"])
+        yield counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted", counts["accepted"])
         per_position = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Rounds that accepted so many candidates and one more, of requests that ended",
+            "Accepted draft tokens by position, of requests that ended",
             labels=["model_name", "position"],
         )
         for position in range(max(rounds, default=1) - 1):
             reached = sum(count for length, count in rounds.items() if length > position + 1)
             per_position.add_metric([*self._label, str(position)], reached)
         yield per_position
-        yield gauge("sglang:spec_accept_length", "Mean tokens of a round", self.totals.accept_length)
+        yield gauge("sglang:spec_accept_length", "Mean tokens per round", self.totals.accept_length)
         for field in fields(stats):
             value = getattr(stats, field.name)
             if isinstance(value, int | float):
@@ -133,6 +135,7 @@ class Metrics(Collector):
 
 
 def counts_of(requests: Iterable[AsyncRequest]) -> Counter[str]:
+    """Sum the token and round counts of requests."""
     counts: Counter[str] = Counter()
     for request in requests:
         output, stats = request.output, request.output.stats

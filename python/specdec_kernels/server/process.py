@@ -1,4 +1,4 @@
-"""What a process that serves asks of Python itself."""
+"""Settings of the Python interpreter for a serving process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# After so long a thread that holds Python's lock hands it on, if others wait for it; Python itself says 5 ms. When a
-# round has ended the server's thread holds it for a millisecond or two, and just then others want it: the loop, and the
-# threads that find out what a grammar allows in the next round, while the device runs the target over it.
+# Time after which a thread must hand the GIL to a waiting one; Python's default is 5 ms. After a round, the server's
+# thread holds the GIL for a millisecond or two. The scheduler loop needs it at the same time, as do the threads that
+# compute grammar masks for the next round while the device runs the target.
 SWITCH_SECONDS = 2e-4
 
 
 @contextmanager
 def serving_process() -> Iterator[None]:
-    """While it serves. What has been loaded stays: a collection of garbage that looks through all of it stops every
-    request for a fifth of a second.
+    """Shorten the GIL's switch interval, and exempt loaded objects from garbage collection.
+
+    A collection that scans all of them would stop every request for a fifth of a second.
     """
     before = sys.getswitchinterval()
     gc.collect()

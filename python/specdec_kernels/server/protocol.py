@@ -1,4 +1,4 @@
-"""What the body of a request asks for: prompts, how they are decoded, and in which form the answer is wanted."""
+"""Request bodies of the HTTP API: pydantic models of OpenAI's fields, and what they ask of the engine."""
 
 from __future__ import annotations
 
@@ -7,47 +7,42 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
+
+from annotated_types import Len, Predicate
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..engine import Engine, SamplingParams
 from ..engine.params import MAX_LOGPROBS
-from .fields import (
-    BOOLEAN,
-    INTEGER,
-    LIST,
-    NUMBER,
-    OBJECT,
-    SPECULATION,
-    STOP,
-    TEXT,
-    TOKENS,
-    Fields,
-    Kind,
-    RequestError,
-    at_most,
-    is_integer,
-    is_text,
-    list_of,
-    one_of,
-    shown,
-)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server is started with, beside its engine.
+    """Options of a server, apart from its engine.
 
     Attributes:
-        model_name: by which clients call the model. api_key: what they have to send; None: nothing.
-        defaults: parameters of requests that do not give them, by the names of `SamplingParams`.
-        chat_template: in place of the tokenizer's. tool_parser: "hermes" or "llama3"; None: by the chat template.
-        max_queued: requests that may wait for a slot; who comes beyond that is sent away with 429.
-        max_body_bytes, max_prompt_tokens, max_n: of one request. max_prompt_tokens None: what the engine holds.
+        model_name: name by which clients address the model. api_key: key that they must send; None: none.
+        defaults: sampling parameters of requests that do not give them, by the names of `SamplingParams`.
+        chat_template: replaces the tokenizer's. tool_parser: "hermes" or "llama3"; None: found from the template.
+        max_queued: requests that may wait for a slot; further ones get 429.
+        max_body_bytes, max_prompt_tokens, max_n: limits of one request. max_prompt_tokens None: the engine's limit.
     """
 
     model_name: str
     api_key: str | None = None
-    defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
+    defaults: Object = field(default_factory=lambda: {"temperature": 1.0})
     chat_template: str | None = None
     tool_parser: str | None = None
     max_queued: int = 2048
@@ -56,198 +51,400 @@ class Settings:
     max_n: int = 128
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One request's wishes, all of them checked.
+# --- errors
+
+
+class RequestError(Exception):
+    """An error response in OpenAI's form.
 
     Attributes:
-        tokens: makes the prompts' tokens, which may take a while. params: of every prompt, its choices among them.
-        names: of the fields that parameters came from.
-        stream, include_usage, include_rounds, usage_each_time: how the answer is sent; with rounds, it says how many
-            tokens each gave, and which text was drafted.
-        num_top: alternatives beside each token, -1: no log-probabilities. tools: names of those that may be called.
+        status: HTTP status. param: the field at fault. headers: headers of the response.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code, self.headers = param, status, code, headers
+
+    @property
+    def body(self) -> Object:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def unexpected(where: str, value: Any, expected: str) -> RequestError:
+    """Return the error of a field, or of an element of a list; a field that is None is missing."""
+    found = "missing" if value is None and not where.endswith("]") else shown(value)
+    return RequestError(f"{where} is {found}, expected {expected}", where.partition("[")[0])
+
+
+def shown(value: Any) -> str:
+    """Format a value as JSON, shortened to 60 characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def parse_body(body: bytes) -> Object:
+    """Parse a JSON object; RequestError if it is none, or if a string is no valid Unicode."""
+    try:
+        values = json.loads(body, parse_constant=refuse_constant)
+        if b"\\u" in body:
+            json.dumps(values, ensure_ascii=False).encode()  # raises for half a surrogate pair
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON ({error}), expected a JSON object") from error
+    if not isinstance(values, dict):
+        raise RequestError(f"the body is {shown(values)}, expected a JSON object")
+    return values
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+# --- models of bodies
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Replace the errors of an annotated type by one that says what is expected."""
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.custom_error_schema(handler(source), "expected", custom_error_message=self.words)
+
+
+# What is expected, by pydantic's types of errors. Other errors say so in their message.
+EXPECTED = {
+    "bool_type": "true or false",
+    "int_type": "an integer",
+    "string_type": "a string",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "list_type": "a list",
+    "extra_forbidden": "none (this field is not supported)",
+}
+REQUIRED: Any = Field(None, validate_default=True)  # so that a missing field fails as null does
+
+
+class Body(BaseModel, extra="forbid"):
+    """A JSON object. A field that is null counts as missing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+def is_function(value: Any) -> bool:
+    """Return whether an object names a function, as a tool or as `tool_choice`."""
+    function = value.get("function") if value.get("type") == "function" else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def as_parts(content: Any) -> Any:
+    if not isinstance(content, str | list):
+        raise PydanticCustomError("content", "a string or a list of parts")
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def read_call(call: Any) -> Object:
+    """Parse the arguments of a tool call: chat templates expect an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise PydanticCustomError("call", "a function with its name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise PydanticCustomError("arguments", "arguments that are an object as JSON")
+    return {**call, "function": function | {"arguments": arguments}}
+
+
+FUNCTION = '{"type": "function", "function": {"name": ...}}'
+Object = dict[str, Any]
+Number = Annotated[StrictInt | StrictFloat, Expected("a number")]
+Tokens = Annotated[list[StrictInt], Expected("a list of token ids")]
+Stop = Annotated[StrictStr | list[StrictStr], Expected("a string or a list of strings")]
+Speculation = Annotated[Literal["on", "off"] | StrictInt, Expected('"on", "off" or a number of nodes')]
+NumTop = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS), Expected(f"0 to {MAX_LOGPROBS}")]
+Function = Annotated[Object, Predicate(is_function)]
+ToolChoice = Annotated[
+    Literal["auto", "none", "required"] | Function, Expected(f'"auto", "none", "required" or {FUNCTION}')
+]
+Prompt = Annotated[
+    StrictStr | Annotated[list[Any], Len(1)], Expected("a string, a list of token ids, or a list of either")
+]
+Unsupported = Expected(EXPECTED["extra_forbidden"])  # for fields of which only values without effect are accepted
+
+
+class TextPart(Body, extra="ignore"):
+    type: Literal["text"]
+    text: StrictStr
+
+
+Content = Annotated[list[Annotated[TextPart, Expected('{"type": "text", "text": ...}')]], BeforeValidator(as_parts)]
+
+
+class Message(Body, extra="allow"):
+    role: StrictStr = REQUIRED
+    content: Content = []
+    tool_calls: list[Annotated[Object, BeforeValidator(read_call)]] | None = None
+
+    def as_dict(self) -> Object:
+        """Return the message for chat templates, its content as one text."""
+        return {k: v for k, v in self if v is not None} | {"content": "\n".join(part.text for part in self.content)}
+
+
+class StreamOptions(Body):
+    include_usage: StrictBool = False
+    include_rounds: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+
+
+class JsonSchema(Body):
+    definition: Object | None = Field(None, alias="schema")  # BaseModel has a method `schema`
+    name: StrictStr | None = None
+    description: StrictStr | None = None
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Body):
+    type: Annotated[
+        Literal["text", "json_object", "json_schema"], Expected('"text" or "json_object" or "json_schema"')
+    ] = REQUIRED
+    json_schema: JsonSchema | None = None
+
+    def schema_of_text(self) -> Object | None:
+        """Return the JSON schema of the text; None: any text."""
+        path = "response_format.json_schema"
+        if self.type != "json_schema":
+            if self.json_schema is not None:
+                given = self.json_schema.model_dump(by_alias=True, exclude_unset=True)
+                raise unexpected(path, given, EXPECTED["extra_forbidden"])
+            return {"type": "object"} if self.type == "json_object" else None
+        if self.json_schema is None:
+            raise unexpected(path, None, "an object")
+        if self.json_schema.definition is None:
+            raise unexpected(f"{path}.schema", None, "an object")
+        return self.json_schema.definition
+
+
+class Prediction(Body):
+    type: Annotated[Literal["content"], Expected('"content"')] = REQUIRED
+    content: Content = REQUIRED
+
+
+class Sampling(Body):
+    """Fields that become `SamplingParams` of the same name, or of that in `PARAMETERS`."""
+
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: StrictInt | None = None
+    min_p: Number | None = None
+    seed: StrictInt | None = None
+    stop: Stop | None = None
+    stop_token_ids: Tokens | None = None
+    ignore_eos: StrictBool | None = None
+    min_tokens: StrictInt | None = None
+    priority: StrictInt | None = None
+    timeout: Number | None = None
+    speculation: Speculation | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: Object | None = None
+    regex: StrictStr | None = None
+    ebnf: StrictStr | None = None
+
+
+PARAMETERS = {"min_tokens": "min_new_tokens", "ebnf": "grammar"}
+
+
+class Generation(Sampling):
+    """Fields of both `/v1/chat/completions` and `/v1/completions`."""
+
+    n: StrictInt = 1
+    max_tokens: StrictInt | None = None
+    stream: StrictBool = False
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat | None = None
+    # Ignored:
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    # Accepted with values that ask for nothing:
+    parallel_tool_calls: Annotated[Literal[True], Unsupported] | None = None
+    store: Annotated[Literal[False], Unsupported] | None = None
+    service_tier: Annotated[Literal["auto", "default"], Unsupported] | None = None
+    modalities: Annotated[list[Literal["text"]], Len(1, 1), Unsupported] | None = None
+    echo: Annotated[Literal[False], Unsupported] | None = None
+    best_of: Annotated[Literal[1], Unsupported] | None = None
+    suffix: Annotated[Literal[""], Unsupported] | None = None
+
+
+class RequestBody(Body):
+    model: StrictStr | None = None
+
+
+class ConversationBody(RequestBody):
+    """Fields that a chat template makes tokens of; whole, the body of `/tokenize` for messages."""
+
+    messages: list[Message] = REQUIRED
+    tools: list[Annotated[Function, Expected(FUNCTION)]] = []
+    tool_choice: ToolChoice = "auto"
+    chat_template_kwargs: Object = {}
+
+
+class PromptBody(RequestBody):
+    """Fields of prompts; whole, the body of `/tokenize` for a prompt."""
+
+    prompt: Prompt = REQUIRED
+    add_special_tokens: StrictBool = True
+
+
+class DetokenizeBody(RequestBody):
+    tokens: Tokens = REQUIRED
+
+
+class ChatBody(ConversationBody, Generation):
+    """The body of `/v1/chat/completions`."""
+
+    max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool = False
+    top_logprobs: NumTop | None = None
+    prediction: Prediction | None = None
+
+
+class CompletionBody(PromptBody, Generation):
+    """The body of `/v1/completions`."""
+
+    logprobs: NumTop | None = None
+
+
+AnyBody = TypeVar("AnyBody", bound=RequestBody)
+
+
+def validate(kind: type[AnyBody], values: Object, settings: Settings) -> AnyBody:
+    """Validate a body; RequestError for its first fault."""
+    try:
+        body = kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+        raise unexpected(where, first["input"], EXPECTED.get(first["type"], first["msg"])) from error
+    if body.model not in (None, settings.model_name):
+        message = f"model is {shown(body.model)}, expected {shown(settings.model_name)}"
+        raise RequestError(message, "model", status=404, code="model_not_found")
+    return body
+
+
+# --- what a request asks of the engine
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A validated request.
+
+    Attributes:
+        tokenize: makes the tokens of the prompts, which may take a while. params: of every prompt, `n` included.
+        names: fields that parameters came from. stream, options: form of the response.
+        num_top: alternatives to each token; -1: no log-probabilities. tools: names of tools that may be called.
         must_call: the text is a call of one of them, as JSON.
     """
 
-    tokens: Callable[[Engine], list[list[int]]]
+    tokenize: Callable[[Engine], list[list[int]]]
     params: SamplingParams
     names: dict[str, str]
     stream: bool
-    include_usage: bool
-    include_rounds: bool
-    usage_each_time: bool = False
+    options: StreamOptions
     num_top: int = -1
     tools: Sequence[str] = ()
     must_call: bool = False
 
     def refused(self, error: ValueError) -> RequestError:
-        """What the engine has against the parameters, by the names of the body's fields."""
-        return renamed(error, self.names)
+        """Convert the engine's error about the parameters, with the names of the body's fields."""
+        return with_field_names(error, self.names)
 
 
-SAMPLING: dict[str, tuple[str, Kind]] = {
-    "temperature": ("temperature", NUMBER),
-    "top_p": ("top_p", NUMBER),
-    "top_k": ("top_k", INTEGER),
-    "min_p": ("min_p", NUMBER),
-    "seed": ("seed", INTEGER),
-    "stop": ("stop", STOP),
-    "stop_token_ids": ("stop_token_ids", TOKENS),
-    "ignore_eos": ("ignore_eos", BOOLEAN),
-    "min_tokens": ("min_new_tokens", INTEGER),
-    "priority": ("priority", INTEGER),
-    "timeout": ("timeout", NUMBER),
-    "speculation": ("speculation", SPECULATION),
-    "presence_penalty": ("presence_penalty", NUMBER),
-    "frequency_penalty": ("frequency_penalty", NUMBER),
-    "repetition_penalty": ("repetition_penalty", NUMBER),
-    "logit_bias": ("logit_bias", OBJECT),
-    "regex": ("regex", TEXT),
-    "ebnf": ("grammar", TEXT),
-}
-
-# What clients send without asking for anything.
-WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "parallel_tool_calls": (True,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "modalities": (["text"],),
-    "echo": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-}
-ANYTHING = Kind("anything", lambda _: True)
-TOOL_CHOICE = Kind(
-    '"auto", "none", "required" or {"type": "function", "function": {"name": ...}}',
-    lambda value: value in ("auto", "none", "required") or is_function(value),
-)
-NUM_TOP = Kind(f"0 to {MAX_LOGPROBS}", lambda n: is_integer(n) and 0 <= n <= MAX_LOGPROBS)
-IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
-
-
-def read_chat(body: Fields, settings: Settings, engine: Engine) -> Asked:
-    """The body of `/v1/chat/completions`."""
-    check_model(body, settings)
-    with_logprobs = body.take("logprobs", BOOLEAN, False)
-    num_top = body.take("top_logprobs", NUM_TOP)
-    if num_top and not with_logprobs:
-        raise RequestError(f"top_logprobs is {num_top}, expected logprobs true beside it", "top_logprobs")
+def read_chat(values: Object, settings: Settings, engine: Engine) -> ParsedRequest:
+    """Read the body of `/v1/chat/completions`."""
+    body = validate(ChatBody, values, settings)
+    if body.top_logprobs and not body.logprobs:
+        raise unexpected("top_logprobs", body.top_logprobs, "logprobs true beside it")
+    num_top = (body.top_logprobs or 0) if body.logprobs else -1
     conversation = read_conversation(body, settings)
-    names = ("max_completion_tokens", "max_tokens")
-    return read_rest(
-        body, settings, engine, conversation.tokens, names, None, (num_top or 0) if with_logprobs else -1, conversation
+    if body.stream_options.include_rounds and conversation.tools:
+        raise unexpected("stream_options.include_rounds", True, "false with tools")
+    params, names = read_sampling(body, settings, engine, num_top, conversation)
+    tools, must_call = conversation.tools, conversation.must_call
+    return ParsedRequest(
+        conversation.tokenize, params, names, body.stream, body.stream_options, num_top, tools, must_call
     )
 
 
-def read_completion(body: Fields, settings: Settings, engine: Engine) -> Asked:
-    """The body of `/v1/completions`."""
-    check_model(body, settings)
-    num_top = body.take("logprobs", NUM_TOP, -1)
-    return read_rest(body, settings, engine, read_prompts(body), ("max_tokens",), 16, num_top)
-
-
-def read_rest(
-    body: Fields,
-    settings: Settings,
-    engine: Engine,
-    tokens: Callable[[Engine], list[list[int]]],
-    names_of_budget: Sequence[str],
-    budget: int | None,
-    num_top: int,
-    conversation: Conversation | None = None,
-) -> Asked:
-    """What both kinds of bodies have, after their own fields were taken."""
-    stream = body.take("stream", BOOLEAN, False)
-    options = Fields(body.take("stream_options", OBJECT, {}), "stream_options.")
-    tools = conversation.tools if conversation else ()
-    include_usage = options.take("include_usage", BOOLEAN, False)
-    include_rounds = options.take("include_rounds", BOOLEAN, False)
-    usage_each_time = options.take("continuous_usage_stats", BOOLEAN, False)
-    if include_rounds and tools:
-        raise options.error("include_rounds", True, "false with tools")
-    options.expect_no_more()
-    params, names = read_sampling(body, settings, engine, names_of_budget, budget, num_top, conversation)
-    for name, values in WITHOUT_EFFECT.items():
-        body.without_effect(name, *values)
-    for name in IGNORED:
-        body.take(name, ANYTHING)
-    body.expect_no_more()
-    must_call = conversation is not None and conversation.must_call
-    return Asked(
-        tokens,
-        params,
-        names,
-        stream=stream,
-        include_usage=include_usage,
-        include_rounds=include_rounds,
-        usage_each_time=usage_each_time,
-        num_top=num_top,
-        tools=tools,
-        must_call=must_call,
-    )
-
-
-def check_model(body: Fields, settings: Settings) -> None:
-    name = body.take("model", TEXT, settings.model_name)
-    if name != settings.model_name:
-        message = f"model is {shown(name)}, expected {shown(settings.model_name)}"
-        raise RequestError(message, "model", status=404, code="model_not_found")
-
-
-# --- how it is decoded
+def read_completion(values: Object, settings: Settings, engine: Engine) -> ParsedRequest:
+    """Read the body of `/v1/completions`."""
+    body = validate(CompletionBody, values, settings)
+    num_top = -1 if body.logprobs is None else body.logprobs
+    params, names = read_sampling(body, settings, engine, num_top, None)
+    return ParsedRequest(read_prompts(body), params, names, body.stream, body.stream_options, num_top)
 
 
 def read_sampling(
-    body: Fields,
+    body: ChatBody | CompletionBody,
     settings: Settings,
     engine: Engine,
-    names_of_budget: Sequence[str],
-    budget: int | None,
     num_top: int,
     conversation: Conversation | None,
 ) -> tuple[SamplingParams, dict[str, str]]:
-    """The parameters, and of which fields they came."""
-    values = dict(settings.defaults)
-    names: dict[str, str] = {}
-    values["n"] = body.take("n", at_most(settings.max_n), 1)
-    for name, (parameter, kind) in SAMPLING.items():
-        if name in body:
-            values[parameter] = body.take(name, kind)
-            names[parameter] = name
+    """Return the sampling parameters, and the fields that they came from."""
+    if not 1 <= body.n <= settings.max_n:
+        raise unexpected("n", body.n, f"1 to {settings.max_n}")
+    given = {name: getattr(body, name) for name in Sampling.model_fields if name in body.model_fields_set}
+    names = {PARAMETERS.get(name, name): name for name in given}
+    values = settings.defaults | {parameter: given[name] for parameter, name in names.items()}
+    values |= {"n": body.n, "logprobs": None if num_top < 0 else num_top}
     max_len = engine.config.max_len
-    for name in names_of_budget:
-        if name in body:
-            budget = body.take(name, INTEGER)
-            names["max_new_tokens"] = name
-    values["max_new_tokens"] = max_len if budget is None else min(budget, max_len)
-    if values.get("top_k") == -1:  # how others write it
+    budget = max_len if isinstance(body, ChatBody) else 16
+    for name in ("max_completion_tokens", "max_tokens"):
+        if name in body.model_fields_set:
+            budget, names["max_new_tokens"] = getattr(body, name), name
+    values["max_new_tokens"] = min(budget, max_len)
+    if values.get("top_k") == -1:  # other servers' value for all tokens
         values["top_k"] = 0
     if "stop_token_ids" in values and not values.get("ignore_eos"):
         values["stop_token_ids"] = [*engine.eos_token_ids, *values["stop_token_ids"]]
     if "logit_bias" in values:
         values["logit_bias"] = read_bias(values["logit_bias"])
-    values["logprobs"] = None if num_top < 0 else num_top
-    if (schema := read_format(body)) is not None:
+    schema = body.response_format.schema_of_text() if body.response_format else None
+    if schema is not None:
         values["json_schema"], names["json_schema"] = schema, "response_format"
-    if conversation is not None:
-        if conversation.must_call:
-            if schema is not None:
-                raise RequestError(
-                    "response_format is given, expected none beside a forced tool_choice", "response_format"
-                )
-            values["json_schema"], names["json_schema"] = schema_of_calls(conversation.options["tools"]), "tool_choice"
-        if "prediction" in body:
-            values["prediction"], names["prediction"] = read_prediction(body), "prediction"
+    if conversation is not None and conversation.must_call:
+        if schema is not None:
+            raise RequestError("response_format is given, expected none beside a forced tool_choice", "response_format")
+        values["json_schema"], names["json_schema"] = schema_of_calls(conversation.options["tools"]), "tool_choice"
+    if isinstance(body, ChatBody) and body.prediction is not None:
+        values["prediction"] = "".join(part.text for part in body.prediction.content)
     try:
         params = SamplingParams(**values)
         engine.core.inputs.check_params(params)
     except ValueError as error:
-        raise renamed(error, names) from error
+        raise with_field_names(error, names) from error
     return params, names
 
 
-def renamed(error: ValueError, names: dict[str, str]) -> RequestError:
-    """An error of `SamplingParams`, with the names of a body's fields."""
+def with_field_names(error: ValueError, names: dict[str, str]) -> RequestError:
+    """Convert an error of `SamplingParams`, with the names of the body's fields for parameters."""
     message = str(error).removeprefix("SamplingParams: ")
     param = message.split(" ", 1)[0]
     for parameter, name in names.items():
@@ -255,34 +452,16 @@ def renamed(error: ValueError, names: dict[str, str]) -> RequestError:
     return RequestError(message, names.get(param, param))
 
 
-def read_bias(bias: dict[str, Any]) -> dict[int, float]:
+def read_bias(bias: Object) -> dict[int, float]:
     for token, value in bias.items():
-        if not token.isdecimal() or not NUMBER.holds(value):
+        if not token.isdecimal() or isinstance(value, bool) or not isinstance(value, int | float):
             expected = "token ids with a number each"
             raise RequestError(f"logit_bias has {shown(token)}: {shown(value)}, expected {expected}", "logit_bias")
     return {int(token): float(value) for token, value in bias.items()}
 
 
-def read_format(body: Fields) -> dict[str, Any] | None:
-    """The schema that `response_format` asks for; None: any text will do."""
-    given = body.take("response_format", OBJECT)
-    if given is None:
-        return None
-    fields = Fields(given, "response_format.")
-    kind = fields.need("type", one_of("text", "json_object", "json_schema"))
-    schema: dict[str, Any] | None = {"type": "object"} if kind == "json_object" else None
-    if kind == "json_schema":
-        described = Fields(fields.need("json_schema", OBJECT), "response_format.json_schema.")
-        schema = described.need("schema", OBJECT)
-        for name, kind_of in (("name", TEXT), ("description", TEXT), ("strict", BOOLEAN)):
-            described.take(name, kind_of)
-        described.expect_no_more()
-    fields.expect_no_more()
-    return schema
-
-
-def schema_of_calls(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of a call of one of the tools."""
+def schema_of_calls(tools: Sequence[Object]) -> Object:
+    """Return the JSON schema of a call of one of the tools."""
     calls = [
         {
             "type": "object",
@@ -298,141 +477,65 @@ def schema_of_calls(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
-def read_prediction(body: Fields) -> str:
-    """The text that much of the answer will repeat: it is what the n-gram index drafts from."""
-    fields = Fields(body.take("prediction", OBJECT), "prediction.")
-    fields.need("type", one_of("content"))
-    content = fields.need("content", Kind("a string or a list of parts", lambda value: isinstance(value, str | list)))
-    fields.expect_no_more()
-    if isinstance(content, list):
-        content = "".join(text_of(part, f"prediction.content[{i}]") for i, part in enumerate(content))
-    return str(content)
-
-
 # --- prompts
 
 
-def read_prompts(body: Fields) -> Callable[[Engine], list[list[int]]]:
-    """The prompts of a completion: texts or token ids, one or several."""
-    kind = Kind(
-        "a string, a list of token ids, or a list of either",
-        lambda value: is_text(value) or (isinstance(value, list) and bool(value)),
-    )
-    prompt = body.need("prompt", kind)
-    prompts = [prompt] if is_text(prompt) or is_integer(prompt[0]) else prompt
-    for index, one in enumerate(prompts):
-        if not is_text(one) and not list_of(is_integer)(one):
-            where = "prompt" if prompts[0] is prompt else f"prompt[{index}]"
-            raise RequestError(f"{where} is {shown(one)}, expected a string or a list of token ids", "prompt")
-    names = ["prompt"] if prompts[0] is prompt else [f"prompt[{i}]" for i in range(len(prompts))]
-    special = body.take("add_special_tokens", BOOLEAN, True)
-    return lambda engine: checked_tokens(engine, prompts, names, special)
+def read_prompts(body: PromptBody) -> Callable[[Engine], list[list[int]]]:
+    """Return a function that tokenizes the prompts: one or several, each a text or token ids."""
+    prompt = body.prompt
+    is_one = isinstance(prompt, str) or is_token(prompt[0])
+    prompts = [prompt] if is_one else list(prompt)
+    names = ["prompt"] if is_one else [f"prompt[{index}]" for index in range(len(prompts))]
+    for name, one in zip(names, prompts, strict=True):
+        if not isinstance(one, str) and not (isinstance(one, list) and all(map(is_token, one))):
+            raise unexpected(name, one, "a string or a list of token ids")
+    return lambda engine: checked_tokens(engine, prompts, names, body.add_special_tokens)
+
+
+def is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and what a chat template makes them tokens with."""
+    """Messages, and the arguments of the chat template."""
 
-    messages: list[dict[str, Any]]
-    options: dict[str, Any]
+    messages: list[Object]
+    options: Object
     tools: Sequence[str]
     must_call: bool
 
-    def tokens(self, engine: Engine) -> list[list[int]]:
+    def tokenize(self, engine: Engine) -> list[list[int]]:
         try:
             tokens = engine.core.inputs.tokenize_chat(self.messages, self.options)
-        except Exception as error:  # a template may refuse messages, in its own way
+        except Exception as error:  # a template may raise anything
             raise RequestError(f"messages do not fit the chat template: {error}", "messages") from error
         return checked_tokens(engine, [tokens], ["messages"], False)
 
 
-def read_conversation(body: Fields, settings: Settings) -> Conversation:
-    messages = [
-        read_message(message, f"messages[{index}]") for index, message in enumerate(body.need("messages", LIST))
-    ]
-    if not messages:
-        raise RequestError("messages is [], expected at least 1 message", "messages")
-    tools = read_tools(body)
-    choice = body.take("tool_choice", TOOL_CHOICE, "auto")
-    if choice not in ("auto", "none"):
-        wanted = None if choice == "required" else choice["function"]["name"]
+def read_conversation(body: ConversationBody, settings: Settings) -> Conversation:
+    if not body.messages:
+        raise unexpected("messages", [], "at least 1 message")
+    tools, choice = body.tools, body.tool_choice
+    must_call = choice not in ("auto", "none")
+    if must_call:
+        wanted = None if isinstance(choice, str) else choice["function"]["name"]
         names = [tool["function"]["name"] for tool in tools]
-        if not names or (wanted is not None and wanted not in names):
-            raise RequestError(
-                f"tool_choice is {shown(choice)}, expected one of tools, which are {shown(names)}", "tool_choice"
-            )
+        if not names or wanted not in (None, *names):
+            raise unexpected("tool_choice", choice, f"one of tools, which are {shown(names)}")
         tools = [tool for tool in tools if wanted in (None, tool["function"]["name"])]
-    options = dict(body.take("chat_template_kwargs", OBJECT, {}))
+    options = dict(body.chat_template_kwargs)
     for reserved in ("chat_template", "tools", "tokenize", "return_dict", "conversation"):
         if reserved in options:
-            where = f"chat_template_kwargs.{reserved}"
-            raise RequestError(f"{where} is {shown(options[reserved])}, expected none", where)
+            raise unexpected(f"chat_template_kwargs.{reserved}", options[reserved], "none")
     if settings.chat_template is not None:
         options["chat_template"] = settings.chat_template
     if choice == "none":
         tools = []
     if tools:
         options["tools"] = tools
-    must_call = choice not in ("auto", "none")
+    messages = [message.as_dict() for message in body.messages]
     return Conversation(messages, options, [tool["function"]["name"] for tool in tools], must_call)
-
-
-def read_message(message: Any, where: str) -> dict[str, Any]:
-    """A message as chat templates take it: content is one text, the arguments of calls are objects."""
-    if not isinstance(message, dict):
-        raise RequestError(f"{where} is {shown(message)}, expected an object", "messages")
-    Fields(message, f"{where}.").need("role", TEXT)
-    read = {name: value for name, value in message.items() if value is not None}
-    content = read.get("content", "")
-    if isinstance(content, list):
-        content = "\n".join(text_of(part, f"{where}.content[{index}]") for index, part in enumerate(content))
-    if not is_text(content):
-        raise RequestError(f"{where}.content is {shown(content)}, expected a string or a list of parts", "messages")
-    read["content"] = content
-    if "tool_calls" in read:
-        read["tool_calls"] = [read_call(call, f"{where}.tool_calls") for call in as_list(read["tool_calls"], where)]
-    return read
-
-
-def text_of(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not is_text(part.get("text")):
-        raise RequestError(f'{where} is {shown(part)}, expected {{"type": "text", "text": ...}}', "messages")
-    return str(part["text"])
-
-
-def as_list(calls: Any, where: str) -> list[Any]:
-    if not isinstance(calls, list):
-        raise RequestError(f"{where}.tool_calls is {shown(calls)}, expected a list", "messages")
-    return calls
-
-
-def read_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not is_text(function.get("name")):
-        raise RequestError(f"{where} has {shown(call)}, expected a function with its name", "messages")
-    arguments = function.get("arguments", {})
-    if is_text(arguments):
-        with suppress(ValueError):
-            arguments = json.loads(arguments or "{}")
-    if not isinstance(arguments, dict):
-        raise RequestError(f"{where} has arguments {shown(arguments)}, expected an object as JSON", "messages")
-    return {**call, "function": function | {"arguments": arguments}}
-
-
-def is_function(value: Any) -> bool:
-    """Whether it names a function, as a tool or as the choice of one."""
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    return isinstance(function, dict) and is_text(function.get("name"))
-
-
-def read_tools(body: Fields) -> list[dict[str, Any]]:
-    tools: list[dict[str, Any]] = body.take("tools", LIST, [])
-    for index, tool in enumerate(tools):
-        where = f"tools[{index}]"
-        if not is_function(tool):
-            expected = '{"type": "function", "function": {"name": ...}}'
-            raise RequestError(f"{where} is {shown(tool)}, expected {expected}", "tools")
-    return tools
 
 
 def checked_tokens(engine: Engine, prompts: list[Any], names: list[str], special: bool) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What the engine's pieces become: OpenAI's objects, whole or as a stream of events."""
+"""Responses: OpenAI's objects, whole or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 from ..engine import AsyncRequest, GenerationError, NewTokens, TokenLogprob, merge_streams
 from ..status import FinishReason
-from .fields import RequestError
-from .protocol import Asked
+from .protocol import ParsedRequest, RequestError
 from .text import Piece, TextStream, TokenText
 from .tool_calls import ToolCall, ToolParser
 
@@ -19,18 +18,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Choice:
-    """One choice of an answer, as its tokens come."""
+    """One choice of a response, built as its tokens arrive."""
 
     def __init__(self, request: AsyncRequest, tokenizer: Any, parser: ToolParser | None, by_rounds: bool) -> None:
         self.request = request
         self.parser = parser
         self.num_calls = 0
-        self.offset = 0  # of the text in characters, for `text_offset`
+        self.offset = 0  # characters of text so far, for `text_offset`
         self._by_rounds = by_rounds
         self._text = TextStream(tokenizer, request.params.stop_strings)
 
-    def gain(self, new: NewTokens) -> list[Piece]:
-        """The text that can be sent after these tokens."""
+    def on_tokens(self, new: NewTokens) -> list[Piece]:
+        """Decode new tokens, and return the text that can be sent."""
         if self._by_rounds:
             begin = 0
             for count in new.rounds:
@@ -42,11 +41,11 @@ class Choice:
             self._text.push(new.tokens)
         if new.finish_reason:
             return self._text.finish(self.request.outcome().text or "")
-        found_stop = self.request.output.text is not None  # the text is known, and its end on the way
+        found_stop = self.request.output.text is not None  # the final text is known, and its end follows
         return [] if found_stop else self._text.take()
 
-    def said(self, text: str, last: bool) -> list[str | ToolCall]:
-        """The text, or what tools it calls."""
+    def parse(self, text: str, last: bool) -> list[str | ToolCall]:
+        """Split text into plain text and tool calls."""
         if self.parser is None:
             return [text] if text else []
         found = self.parser.push(text)
@@ -63,7 +62,7 @@ class Choice:
 
     @property
     def meta_info(self) -> dict[str, Any]:
-        """What speculation did for it, by SGLang's names."""
+        """Statistics of speculation, by SGLang's names."""
         stats = self.request.output.stats
         return {
             "spec_accept_length": stats.accept_length,
@@ -73,17 +72,17 @@ class Choice:
         }
 
 
-class Answer:
-    """The answer to one HTTP request.
+class ResponseBuilder:
+    """The response to one HTTP request.
 
     Args:
-        is_chat: to `/v1/chat/completions`; else to `/v1/completions`.
-        parser: makes what finds calls of tools; None: nothing does. on_first: called when the first token has come.
+        is_chat: of `/v1/chat/completions`, otherwise of `/v1/completions`.
+        parser: makes a parser of tool calls for a choice; None: no tools. on_first: called at the first token.
     """
 
     def __init__(
         self,
-        asked: Asked,
+        parsed: ParsedRequest,
         requests: Sequence[AsyncRequest],
         *,
         is_chat: bool,
@@ -93,11 +92,11 @@ class Answer:
         parser: Callable[[], ToolParser] | None,
         on_first: Callable[[], None],
     ) -> None:
-        self.asked, self.requests, self._is_chat, self._token_text = asked, requests, is_chat, token_text
+        self.parsed, self.requests, self._is_chat, self._token_text = parsed, requests, is_chat, token_text
         self._on_first = on_first
-        self._num_tokens = 0  # that have come
+        self._num_tokens = 0  # received so far
         self._choices = [
-            Choice(request, tokenizer, parser and parser(), asked.include_rounds and asked.stream)
+            Choice(request, tokenizer, parser and parser(), parsed.options.include_rounds and parsed.stream)
             for request in requests
         ]
         self._head = {
@@ -108,30 +107,32 @@ class Answer:
         }
 
     async def whole(self) -> dict[str, Any]:
-        async for _ in self._pieces():
+        """Wait for all choices, and return the response object."""
+        async for _ in self._chunks():
             pass
         return self._head | {"choices": [self._whole(i) for i in range(len(self._choices))], "usage": self.usage}
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: what came, choice by choice, and in the end how much it was."""
+        """Yield server-sent events: chunks of choices as they arrive, then the usage."""
         begun: set[int] = set()
         head: dict[str, Any] = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
-        known = as_json(head)[1:-1]  # of every event
-        usage: dict[str, Any] = {"usage": None} if self.asked.include_usage else {}
-        async for new in self._pieces():
-            index = new.index * self.asked.params.n + new.sample
-            for part in self._parts(self._choices[index], new):
+        known = as_json(head)[1:-1]  # members of every event, encoded once
+        usage: dict[str, Any] = {"usage": None} if self.parsed.options.include_usage else {}
+        async for new in self._chunks():
+            index = new.index * self.parsed.params.n + new.sample
+            for part in self._deltas(self._choices[index], new):
                 if self._is_chat and index not in begun:
                     begun.add(index)
                     part["delta"] = {"role": "assistant", "content": "", **part["delta"]}
-                if self.asked.usage_each_time:
+                if self.parsed.options.continuous_usage_stats:
                     usage = {"usage": self.usage}
                 yield event({"choices": [{"index": index, **part}], **usage}, known)
-        if self.asked.include_usage:
+        if self.parsed.options.include_usage:
             yield event({"choices": [], "usage": self.usage}, known)
         yield DONE
 
-    async def _pieces(self) -> AsyncIterator[NewTokens]:
+    async def _chunks(self) -> AsyncIterator[NewTokens]:
+        """Yield new tokens of all choices; RequestError if one failed."""
         begun = False
         try:
             async for new in merge_streams(self.requests):
@@ -141,7 +142,7 @@ class Answer:
                 if new.finish_reason == FinishReason.CANCELLED:
                     raise RequestError("the request was cancelled, expected to be sent again", status=503)
                 if new.finish_reason == FinishReason.TIMEOUT:
-                    seconds = self.asked.params.timeout
+                    seconds = self.parsed.params.timeout
                     message = f"timeout is {seconds}, expected more seconds: the request was not done after them"
                     raise RequestError(message, "timeout", status=504, code="timeout")
                 self._num_tokens += len(new.tokens)
@@ -149,11 +150,11 @@ class Answer:
         except GenerationError as error:
             raise RequestError(str(error), status=500) from error
 
-    def _parts(self, choice: Choice, new: NewTokens) -> list[dict[str, Any]]:
-        """The events of a piece: mostly one, none while a character waits."""
+    def _deltas(self, choice: Choice, new: NewTokens) -> list[dict[str, Any]]:
+        """Return the deltas for new tokens: usually one, none while a character is incomplete."""
         last = bool(new.finish_reason)
-        pieces = choice.gain(new)
-        found = choice.said("".join(piece.text for piece in pieces), last)
+        pieces = choice.on_tokens(new)
+        found = choice.parse("".join(piece.text for piece in pieces), last)
         logprobs = self._logprobs(choice, new.tokens, new.logprobs)
         if not found and not last and logprobs is None:
             return []
@@ -168,7 +169,7 @@ class Answer:
             parts.append({"delta": delta, "logprobs": logprobs, "finish_reason": None})
         else:
             parts.append({"text": "".join(map(str, found)), "logprobs": logprobs, "finish_reason": None})
-        if self.asked.include_rounds:
+        if self.parsed.options.include_rounds:
             parts[0]["rounds"] = new.rounds
             parts[0]["pieces"] = [piece._asdict() for piece in pieces]
         if last:
@@ -178,7 +179,7 @@ class Answer:
     def _whole(self, index: int) -> dict[str, Any]:
         choice = self._choices[index]
         output = choice.request.outcome()
-        found = choice.said(output.text or "", last=True)
+        found = choice.parse(output.text or "", last=True)
         text = "".join(item for item in found if isinstance(item, str))
         whole: dict[str, Any] = {"index": index}
         if self._is_chat:
@@ -196,9 +197,9 @@ class Answer:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens, those that end a text among them; a prompt counts once, whatever its number of choices."""
+        """Token counts, stop tokens included; a prompt counts once for all its choices."""
         outputs = [request.output for request in self.requests]
-        of_prompts = outputs[:: self.asked.params.n]
+        of_prompts = outputs[:: self.parsed.params.n]
         prompt = sum(len(output.prompt_tokens) for output in of_prompts)
         cached = sum(output.cached_tokens for output in of_prompts)
         completion = self._num_tokens
@@ -215,7 +216,7 @@ class Answer:
     def _logprobs(
         self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None
     ) -> dict[str, Any] | None:
-        if self.asked.num_top < 0 or not logprobs:
+        if self.parsed.num_top < 0 or not logprobs:
             return None
         if self._is_chat:
             return {"content": [self._chat_entry(t, one) for t, one in zip(tokens, logprobs, strict=True)]}
@@ -242,7 +243,7 @@ class Answer:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity, which the log-probability of a token that is ruled out is."""
+    """Replace -inf, the log-probability of an excluded token, because JSON has no infinity."""
     return max(logprob, -9999.0)
 
 
@@ -250,6 +251,6 @@ as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(value: dict[str, Any], known: str = "") -> bytes:
-    """A server-sent event: an object, which begins with members that are `known` as JSON."""
+    """Encode a server-sent event: an object that begins with the members `known`, given as JSON."""
     text = as_json(value)
     return f"data: {{{known},{text[1:]}\n\n".encode() if known else f"data: {text}\n\n".encode()

@@ -1,4 +1,4 @@
-"""A request's text as its tokens arrive, in pieces that stay what they are; and what a token is by itself."""
+"""Incremental detokenization of a request's text, and the text and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from tokenizers.decoders import DecodeStream
 
 
 class Piece(NamedTuple):
-    """Some text, and whether it was drafted and accepted, rather than the target's own token of a round."""
+    """Some text, and whether it was drafted and accepted, or is the target's own token of a round."""
 
     text: str
     accepted: bool
 
 
 class TextStream:
-    """Turns tokens into text. A character whose bytes are incomplete waits for the rest of them, and as many characters
-    wait as a stop string may still take back.
+    """An incremental detokenizer.
+
+    It holds back a character whose bytes are incomplete, and as many characters as a stop string could still remove.
 
     Args:
         tokenizer: the backend of a fast tokenizer.
-        stop_strings: of the request.
+        stop_strings: the request's.
     """
 
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str]) -> None:
@@ -38,14 +39,14 @@ class TextStream:
             return
         try:
             text = self._stream.step(self._tokenizer, tokens)
-        except Exception:  # the decoder cannot go on from here: the rest comes with the whole text
+        except Exception:  # the decoder failed: `finish` sends the rest of the text
             self._stream = None
             return
         if text:
             self._waiting.append(Piece(text, accepted))
 
     def take(self) -> list[Piece]:
-        """What can be sent by now."""
+        """Return the pieces that can be sent now."""
         if not self._num_held:
             taken, self._waiting = self._waiting, []
         else:
@@ -62,7 +63,7 @@ class TextStream:
         return taken
 
     def finish(self, text: str) -> list[Piece]:
-        """What is left to send of the whole text, which the request's end has decided."""
+        """Return the rest of the request's final text."""
         left = text[len(self._sent) :] if text.startswith(self._sent) else ""
         pieces = []
         for piece in self._waiting:
@@ -75,14 +76,14 @@ class TextStream:
 
 
 class TokenText(NamedTuple):
-    """A token by itself: its text, with replacement characters where it is a part of one, and its bytes."""
+    """A single token: its text, with replacement characters for incomplete characters, and its bytes."""
 
     text: str
     bytes: list[int]
 
 
 def token_texts(tokenizer: Any) -> Callable[[int], TokenText]:
-    """What says a token's text and bytes; `tokenizer` is the backend of a fast one."""
+    """Return a function that gives a token's text and bytes; `tokenizer` is the backend of a fast one."""
     added = {token: content.content for token, content in tokenizer.get_added_tokens_decoder().items()}
     by_bytes = "ByteLevel" in str(tokenizer.decoder)
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
@@ -98,14 +99,14 @@ def token_texts(tokenizer: Any) -> Callable[[int], TokenText]:
         elif one_byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
             content = bytes.fromhex(one_byte[1])
         else:
-            content = piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()  # how SentencePiece writes a space
+            content = piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()  # SentencePiece's space
         return TokenText(content.decode(errors="replace"), list(content))
 
     return of
 
 
 def byte_characters() -> list[str]:
-    """The character that byte-level BPE writes for each byte: itself where it can be seen, else one from 256 on."""
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    """Return byte-level BPE's character for each byte: itself if it is printable, otherwise one from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
-    return [chr(byte if byte in seen else next(others)) for byte in range(256)]
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

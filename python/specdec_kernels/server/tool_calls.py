@@ -1,4 +1,4 @@
-"""Calls of tools in what a model says: text between tags (Hermes, Qwen), or all of it (Llama 3)."""
+"""Parsers of tool calls in generated text: between tags (Hermes, Qwen), or the whole text (Llama 3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 
 class ToolCall(dict[str, Any]):
-    """One call, as OpenAI writes it."""
+    """A tool call in OpenAI's form."""
 
     def __init__(self, name: str, arguments: str) -> None:
         function = {"name": name, "arguments": arguments}
@@ -17,39 +17,40 @@ class ToolCall(dict[str, Any]):
 
 
 class ToolParser(Protocol):
-    """Finds calls in a text that arrives in pieces. Text and calls come out in the order in which they were said."""
+    """A streaming parser of tool calls. Text and calls come out in the order of the text."""
 
-    def push(self, text: str) -> list[str | ToolCall]: ...
+    def push(self, text: str) -> list[str | ToolCall]:
+        """Parse more text, and return what is complete."""
+        ...
 
     def finish(self) -> list[str | ToolCall]:
-        """What was held back."""
+        """Return what was held back."""
         ...
 
 
 class Hermes:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, with text around it or without.
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, with or without text around it.
 
-    Whitespace beside a call is no text, and what stands between the tags and is no call of a tool that was given is
-    text as it stands.
+    Whitespace next to a call is dropped. Tags whose content is no call of a given tool are text.
     """
 
     BEGIN, END = "<tool_call>", "</tool_call>"
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self._text = ""  # not handed out yet
-        self._inside = False
-        self._behind = False  # a call, and whitespace at most since
+        self._text = ""  # not returned yet
+        self._inside = False  # a tag
+        self._after_call = False  # only whitespace since the last call
 
     def push(self, text: str) -> list[str | ToolCall]:
         self._text += text
         found: list[str | ToolCall] = []
         while True:
-            if self._behind:
+            if self._after_call:
                 self._text = self._text.lstrip()
-                self._behind = not self._text
+                self._after_call = not self._text
             if not self._inside:
-                before, tag, behind = self._text.partition(self.BEGIN)
+                before, tag, after = self._text.partition(self.BEGIN)
                 if not tag:
                     kept = held_back(self._text, self.BEGIN)
                     if kept < len(self._text):
@@ -58,21 +59,21 @@ class Hermes:
                     return found
                 if before.strip():
                     found.append(before.rstrip())
-                self._inside, self._text = True, behind
+                self._inside, self._text = True, after
             call, length = self._call()
             if call is None:
                 return found
             found.append(call)
-            self._inside, self._behind, self._text = False, True, self._text[length:]
+            self._inside, self._after_call, self._text = False, True, self._text[length:]
 
     def finish(self) -> list[str | ToolCall]:
         left = self.BEGIN + self._text if self._inside else self._text
         if self._inside and (call := call_of(parsed(self._text), self._names)) is not None:
-            return [call]  # it ended with its last token
+            return [call]  # the text ended before the end tag
         return [left] if left else []
 
     def _call(self) -> tuple[ToolCall | None, int]:
-        """The call up to an end tag, and how much text that is. A tag inside a string of the arguments is none."""
+        """Return the call before an end tag, and its length with the tag. An end tag within a string does not count."""
         at = self._text.find(self.END)
         while at >= 0:
             if (call := call_of(parsed(self._text[:at]), self._names)) is not None:
@@ -82,9 +83,9 @@ class Hermes:
 
 
 class Llama3:
-    """`{"name": ..., "parameters": {...}}`, several with semicolons between, and nothing beside them."""
+    """`{"name": ..., "parameters": {...}}`, or several separated by semicolons, and no other text."""
 
-    TAG = "<|python_tag|>"  # special, so that most tokenizers leave it out of the text
+    TAG = "<|python_tag|>"  # a special token, which most tokenizers drop from the text
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -118,7 +119,7 @@ class Llama3:
 
 
 class OneCall:
-    """A text that is one call as JSON, as a grammar has made it, unless its budget cut it off."""
+    """One call as JSON, generated under a grammar; plain text if the token budget cut it off."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -137,18 +138,19 @@ PARSERS: dict[str, type[Hermes] | type[Llama3]] = {"hermes": Hermes, "llama3": L
 
 
 def parser_for(chat_template: str) -> str:
-    """The format that a chat template teaches: Llama 3's names `parameters`, the others' tags are Hermes'."""
+    """Return the name of the parser for a chat template: Llama 3's names `parameters`, others use Hermes' tags."""
     return "llama3" if Hermes.BEGIN not in chat_template and '"parameters"' in chat_template else "hermes"
 
 
 def held_back(text: str, tag: str) -> int:
-    """How many characters at the end may be whitespace before the tag, or its beginning."""
+    """Count the characters at the end that may be the start of the tag, or whitespace before it."""
     partial = next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
     before = text[: len(text) - partial]
     return partial + len(before) - len(before.rstrip())
 
 
 def parsed(text: str) -> Any:
+    """Parse JSON; None if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -156,7 +158,7 @@ def parsed(text: str) -> Any:
 
 
 def call_of(value: Any, names: Sequence[str]) -> ToolCall | None:
-    """The call that an object is; None: it is none of these tools'."""
+    """Convert an object to a call of one of the tools; None if it is none."""
     if not isinstance(value, dict) or value.get("name") not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
