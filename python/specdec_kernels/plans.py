@@ -59,8 +59,8 @@ def attention_plan(
     """Return the plan of a `tree_attention` call; a pure function that needs neither tensors nor a GPU.
 
     Example: batch 4, 32 query rows and 8K KV of an 8B model. `attention_plan(batch=4, q_rows=32, q_heads=32,
-    kv_heads=8, head_dim=128, max_kv_len=8192).name` is "sm90.cluster.128.blocks3.sharing1". The rules are in
-    csrc/attention/plan.h.
+    kv_heads=8, head_dim=128, max_kv_len=8192).name` is "sm90.cluster.128.blocks3.sharing1". The rules
+    are in csrc/attention/plan_sm90.cpp and plan_sm80.cpp.
 
     Args:
         batch: number of requests.

@@ -349,7 +349,7 @@ def test_refuses_products_that_are_not_plain(device: torch.device) -> None:
     attention.q_proj.__class__ = Adapted
     batch = batch_of([[5, 6, 7]], device)
     assert message(model, batch) == (
-        "model: model.layers.0.self_attn.q_proj is a test_hf.Adapted, expected a plain torch.nn.Linear"
+        f"model: model.layers.0.self_attn.q_proj is a {__name__}.Adapted, expected a plain torch.nn.Linear"
     )
 
 
