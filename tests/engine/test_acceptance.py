@@ -159,7 +159,7 @@ def test_acceptance_falls_with_the_context() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("poetry",), "PublishedAcceptance: domain is 'poetry', expected one of math, code, chat"),
+        (("poetry",), "PublishedAcceptance: domain is 'poetry', expected one of chat, code, math"),
         (("chat", "medusa"), "PublishedAcceptance: drafter is 'medusa', expected one of eagle3, dflash, dspark"),
     ],
 )

@@ -45,7 +45,14 @@ def pip(python: Path, *arguments: str | Path, **variables: str) -> None:
     """Pip with this project's versions, also for what it installs to build with."""
     constraints = (ROOT / "constraints.txt").as_uri()
     command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    native_build.run(command, PIP_CONSTRAINT=constraints, PIP_BUILD_CONSTRAINT=constraints, PYTHONPATH="", **variables)
+    native_build.run(
+        command,
+        PIP_CONSTRAINT=constraints,
+        PIP_BUILD_CONSTRAINT=constraints,
+        PYTHONPATH="",
+        PYTHONDONTWRITEBYTECODE="1",
+        **variables,
+    )
 
 
 def test_pip_installs_from_it_and_writes_nothing_there(source: Path, environment: Path) -> None:

@@ -135,7 +135,7 @@ def test_everything_that_runs_is_inside(wheel: Path) -> None:
         "__init__.py",
         "_C.pyi",
         "py.typed",
-        "ops.py",
+        "ops/layers.py",
         "reference/draft.py",
         "engine/drafts/eagle.py",
         "server/page.html",
