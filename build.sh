@@ -175,6 +175,7 @@ run_tests() {
   types=$!
   trap "kill $types 2>/dev/null || true" EXIT
   dev
+  "$bin/lint-imports" --no-cache >build/imports.log || fail "imports go upward: $(cat build/imports.log)"
   unset PYTHONDONTWRITEBYTECODE # or each worker and each process of a test compiles torch and transformers again
   OMP_NUM_THREADS=1 "$bin/pytest" -n "${SPECDEC_TEST_WORKERS:-auto}" --dist worksteal "$@" || failed="the tests failed"
   wait $types || failed="${failed:+$failed, and }mypy found: $(cat $log)"
