@@ -164,13 +164,13 @@ demo() {
 
 # Types take as long as the build, so that they are checked beside it and beside the tests.
 run_tests() {
+  mkdir -p build
   skip_cuda_without_gpu test
   setup_development
   "$bin/ruff" check .
   "$bin/ruff" format --check .
   find csrc -regex '.*\.\(h\|cpp\|cu\|cuh\)' -exec "$bin/clang-format" --dry-run --Werror {} +
   local log=build/mypy.log types failed=""
-  mkdir -p build
   "$bin/mypy" >$log 2>&1 &
   types=$!
   trap "kill $types 2>/dev/null || true" EXIT
@@ -326,7 +326,7 @@ docs() {
 
 verb=${1:-}
 [ $# -eq 0 ] || shift
-# No `&&` behind a verb: it would switch `set -e` off inside.
+# No `&&` after a verb: it would switch `set -e` off inside.
 case "$verb" in
   demo) demo "$@" ;;
   test) run_tests "$@" ;;

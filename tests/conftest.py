@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.devices import on_cuda
+from support.devices import HAS_CUDA, on_cuda
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect exhaustive cases that neither -m nor a node id asks for."""
+    """Deselect exhaustive cases that neither -m nor a node id asks for; on a GPU, those of the CPU alone."""
     if config.option.markexpr:
         return
     named = [(Path(file).resolve(), test) for file, _, test in (arg.partition("::") for arg in config.args) if test]
@@ -32,7 +32,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         test = item.nodeid.partition("::")[2]
         return any(item.path == file and (test == name or test.startswith(f"{name}[")) for file, name in named)
 
-    left_out = [item for item in items if item.get_closest_marker("exhaustive") and not is_named(item)]
+    def may_run_on_gpu(item: pytest.Item) -> bool:
+        callspec = getattr(item, "callspec", None)
+        return HAS_CUDA and not (callspec and "cpu" in map(str, callspec.params.values()))
+
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("exhaustive") and not is_named(item) and not may_run_on_gpu(item)
+    ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

@@ -1,0 +1,55 @@
+"""The words of tests/words.txt do not occur: the field has others for the same things."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from support import native_build
+
+ROOT = native_build.ROOT
+WORDS = ROOT / "tests" / "words.txt"
+ALLOWED = ROOT / "tests" / "words_allowed.txt"  # files that may still hold such words
+ROOMS = ("csrc", "python", "bench", "docs", "tests", "examples", "packaging")
+KINDS = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".md", ".toml", ".sh", ".html", ".cmake"}
+LEFT_OUT = ("docs/notebook", "docs/benchmarks.md", "docs/models.md", "bench/results", "examples/tiny")
+CLAUSE = r"(?:^|[.,;:#\"] *)of which\b"  # at the start of a clause
+
+
+def words() -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in WORDS.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def sources() -> list[str]:
+    """Return the files that are written by hand, but for records of what was."""
+    native_build.require([], ["git"])
+    names = native_build.run(["git", "ls-files", "--", *ROOMS, "README.md", "CONTRIBUTING.md", "build.sh"]).splitlines()
+    mine = {"tests/project/test_words.py"}
+    return [
+        name
+        for name in names
+        if Path(name).suffix in KINDS and not name.startswith(LEFT_OUT) and name not in mine and (ROOT / name).is_file()
+    ]
+
+
+def found_in(text: str) -> list[tuple[int, str]]:
+    """Return the line and the word of each hit."""
+    pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, words()))})\b|{CLAUSE}", re.IGNORECASE | re.MULTILINE)
+    return [(text.count("\n", 0, hit.start()) + 1, hit[0].strip()) for hit in pattern.finditer(text)]
+
+
+def test_words_of_the_list_are_found() -> None:
+    text = "A planted one.\nWhoever, of which\nbehindhand"
+    assert [(line, word.lower()) for line, word in found_in(text)] == [
+        (1, "planted"),
+        (2, "whoever"),
+        (2, ", of which"),
+    ]
+
+
+def test_no_file_holds_a_word_of_the_list() -> None:
+    allowed = set(ALLOWED.read_text().split()) if ALLOWED.exists() else set()
+    hits = {name: found_in((ROOT / name).read_text()) for name in sources()}
+    assert not [f"{name}:{line}: {word}" for name, each in hits.items() if name not in allowed for line, word in each]
+    assert not [name for name in sorted(allowed) if not hits.get(name)], ()
