@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .plot import write
+
 RECORDS = "h200-newest-*.json"
 ENGINES = {"ours": "specdec_kernels", "sglang": "SGLang", "vllm": "vLLM"}
 COLORS = {"ours": "#1f77b4", "sglang": "#ff7f0e", "vllm": "#7f7f7f"}
@@ -52,7 +54,6 @@ def versions(runs: Iterable[dict[str, Any]]) -> dict[str, str]:
 
 def plot_headline(runs: list[dict[str, Any]], file: Path) -> None:
     """Draw grouped bars, one group for each batch size, with the rates as text above them."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     rates, names = best_rates(runs), versions(runs)
@@ -74,8 +75,7 @@ def plot_headline(runs: list[dict[str, Any]], file: Path) -> None:
     axes.set_title("decode throughput, tokens per second", loc="left", fontsize="medium")
     axes.set_title(f"one {GPU}, Qwen3-8B shape, EAGLE-3", loc="right", fontsize="small")
     axes.legend(frameon=False, fontsize="small", loc="upper left")
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "specdec_kernels"}):
-        figure.savefig(file, metadata={"Date": None})
+    write(figure, file)
 
 
 def main(arguments: list[str]) -> None:

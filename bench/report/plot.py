@@ -52,10 +52,14 @@ def plot_rates(run: dict[str, Any], file: str | Path) -> None:
 
 def save(figure: Figure, run: dict[str, Any], file: str | Path) -> None:
     """Write the figure, with machine, version and date as its title."""
+    figure.suptitle(f"{run['machine']['name']}, specdec_kernels {run['specdec_kernels']['version']}, {run['date']}")
+    write(figure, file)
+
+
+def write(figure: Figure, file: str | Path) -> None:
+    """Write the figure reproducibly, with text as text: two plots of one record are the same bytes."""
     from matplotlib import rc_context
 
-    figure.suptitle(f"{run['machine']['name']}, specdec_kernels {run['specdec_kernels']['version']}, {run['date']}")
-    # Text as text, and reproducible: two plots of one record are the same bytes.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "specdec_kernels"}):
         figure.savefig(file, dpi=120, metadata={"Date": None} if str(file).endswith(".svg") else None)
 

@@ -15,53 +15,37 @@ namespace specdec::python {
 
 namespace py = pybind11;
 
-// The name of an argument's type in messages.
+// What a type is called: in messages, and in signatures (_C.pyi).
+struct TypeNames {
+  const char* message;
+  const char* stub;
+};
 template <class T>
-inline constexpr const char* kTypeName = "tensor";  // unused: its caster throws a message of its own
+inline constexpr TypeNames kTypeNames{"tensor", "Tensor"};  // the casters of tensors throw messages of their own
 template <>
-inline constexpr const char* kTypeName<kv::PoolTensors> = "PagePool";
+inline constexpr TypeNames kTypeNames<OptTensor>{"tensor", "Tensor | None"};
 template <>
-inline constexpr const char* kTypeName<int64_t> = "int of 64 bits";
+inline constexpr TypeNames kTypeNames<CallStream>{"tensor", "int | None"};  // as above
 template <>
-inline constexpr const char* kTypeName<std::optional<int64_t>> = "int of 64 bits or None";
+inline constexpr TypeNames kTypeNames<kv::PoolTensors>{"PagePool", "PagePool"};
 template <>
-inline constexpr const char* kTypeName<double> = "float";
+inline constexpr TypeNames kTypeNames<int64_t>{"int of 64 bits", "int"};
 template <>
-inline constexpr const char* kTypeName<std::optional<double>> = "float or None";
+inline constexpr TypeNames kTypeNames<std::optional<int64_t>>{"int of 64 bits or None", "int | None"};
 template <>
-inline constexpr const char* kTypeName<bool> = "bool";
+inline constexpr TypeNames kTypeNames<double>{"float", "float"};
 template <>
-inline constexpr const char* kTypeName<std::string> = "str";
+inline constexpr TypeNames kTypeNames<std::optional<double>>{"float or None", "float | None"};
 template <>
-inline constexpr const char* kTypeName<std::optional<std::string>> = "str or None";
-
-// The type of an argument or result in signatures (_C.pyi).
-template <class T>
-inline constexpr const char* kStubType = "Tensor";
+inline constexpr TypeNames kTypeNames<bool>{"bool", "bool"};
 template <>
-inline constexpr const char* kStubType<OptTensor> = "Tensor | None";
+inline constexpr TypeNames kTypeNames<std::string>{"str", "str"};
 template <>
-inline constexpr const char* kStubType<CallStream> = "int | None";
+inline constexpr TypeNames kTypeNames<std::optional<std::string>>{"str or None", "str | None"};
 template <>
-inline constexpr const char* kStubType<kv::PoolTensors> = "PagePool";
+inline constexpr TypeNames kTypeNames<std::pair<std::string, int>>{"", "tuple[str, int]"};  // a result
 template <>
-inline constexpr const char* kStubType<int64_t> = "int";
-template <>
-inline constexpr const char* kStubType<std::optional<int64_t>> = "int | None";
-template <>
-inline constexpr const char* kStubType<double> = "float";
-template <>
-inline constexpr const char* kStubType<std::optional<double>> = "float | None";
-template <>
-inline constexpr const char* kStubType<bool> = "bool";
-template <>
-inline constexpr const char* kStubType<std::string> = "str";
-template <>
-inline constexpr const char* kStubType<std::optional<std::string>> = "str | None";
-template <>
-inline constexpr const char* kStubType<std::pair<std::string, int>> = "tuple[str, int]";
-template <>
-inline constexpr const char* kStubType<void> = "None";
+inline constexpr TypeNames kTypeNames<void>{"", "None"};  // a result
 
 // The names of an op: its own and those of its arguments. `doc` begins with the signature, as pybind11's docstrings do.
 struct OpNames {
@@ -78,7 +62,8 @@ OpNames op_names(const char* op, const char* arguments, const char* doc, const s
 template <class T>
 decltype(auto) read_argument(py::detail::make_caster<T>& caster, PyObject* object, const OpNames& names, size_t i) try {
   if (!caster.load(object, true))
-    throw TypeError(std::string("is a ") + Py_TYPE(object)->tp_name + ", expected " + kTypeName<std::decay_t<T>>);
+    throw TypeError(std::string("is a ") + Py_TYPE(object)->tp_name + ", expected " +
+                    kTypeNames<std::decay_t<T>>.message);
   return py::detail::cast_op<T>(caster);
 } catch (const TypeError& error) {
   throw TypeError(names.op + ": " + names.arguments[i] + " " + error.what());
@@ -127,7 +112,8 @@ struct Op<function> {
   static inline OpNames names;
 
   static OpNames names_of(const char* op, const char* arguments, const char* doc) {
-    return op_names(op, arguments, doc, {kStubType<std::decay_t<Args>>...}, kStubType<std::decay_t<Result>>);
+    return op_names(op, arguments, doc, {kTypeNames<std::decay_t<Args>>.stub...},
+                    kTypeNames<std::decay_t<Result>>.stub);
   }
 
   static PyObject* call(PyObject*, PyObject* const* objects, Py_ssize_t num_objects) {
@@ -142,7 +128,7 @@ struct Op<function> {
   static inline OpNames names;
 
   static OpNames names_of(const char* op, const char* arguments, const char* doc) {
-    return op_names(op, arguments, doc, {kStubType<std::decay_t<Args>>...}, "None");
+    return op_names(op, arguments, doc, {kTypeNames<std::decay_t<Args>>.stub...}, "None");
   }
 
   static PyObject* call(PyObject* self, PyObject* const* objects, Py_ssize_t num_objects) {

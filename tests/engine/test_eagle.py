@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig
 
-from specdec_kernels.engine import DraftBudget, Eagle, Engine, SamplingParams
-from specdec_kernels.engine.drafts.proposal import scored_tree_of
+from specdec_kernels.engine import Eagle, Engine, SamplingParams
 from specdec_kernels.models.heads.base import load_head
 from specdec_kernels.models.heads.eagle import EagleHead
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.shapes import shape_config
 from specdec_kernels.tiny import tiny_model
 from support.eagle_heads import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, random_tensors, write_head
+from support.recorded_chains import record_chains
 from support.tiny_checkpoint import held_out, reference_model, target_with_features
 
 
@@ -79,17 +79,7 @@ def test_chains_are_those_of_the_published_forward(bias: bool, tmp_path: Path, m
         dtype=torch.float32,
         device="cpu",
     )
-    drafted: list[tuple[int, list[int]]] = []  # length of the text, chain behind it
-    propose = engine.draft.propose
-
-    def keep(slots: Tensor, budget: DraftBudget) -> Any:
-        proposal = propose(slots, budget)
-        tree = scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state).tree
-        if budget.num_nodes > 1:
-            drafted.extend(zip(tree.positions[:, 0].tolist(), tree.tokens[:, 1:].tolist(), strict=True))
-        return proposal
-
-    monkeypatch.setattr(engine.draft, "propose", keep)
+    drafted = record_chains(engine, monkeypatch)
     prompts = [prompt[:n] for prompt, n in zip(held_out("code"), (20, 33, 9), strict=False)]
     texts = [out.prompt_tokens + out.tokens for out in engine.generate(prompts, SamplingParams(max_new_tokens=12))]
     same = total = 0

@@ -21,6 +21,7 @@ from specdec_kernels.models.heads.base import load_head
 from specdec_kernels.models.heads.eagle import EagleHead
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
 from specdec_kernels.tiny import tiny_model
+from support.recorded_chains import record_chains
 from support.tiny_checkpoint import held_out, reference_model, target_with_features
 
 HIDDEN, WIDE, VOCAB, STEPS, EPS = 256, 320, 2048, 3, 1e-5
@@ -244,17 +245,7 @@ def test_chains_are_those_of_the_variant(variant: str, tmp_path: Path, monkeypat
     folder = write(tmp_path / "head", LAYER_CONFIG | changes, tensors)
     reference = Reference(eagle3, changes, tensors, parts.get("layers", 1))
     engine = engine_of((Eagle3 if eagle3 else Eagle)(folder, num_steps=STEPS, topk=1))
-    drafted: list[tuple[int, list[int]]] = []  # length of the text, chain behind it
-    propose = engine.draft.propose
-
-    def keep(slots: Tensor, budget: DraftBudget) -> Any:
-        proposal = propose(slots, budget)
-        tree = scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state).tree
-        if budget.num_nodes > 1:
-            drafted.extend(zip(tree.positions[:, 0].tolist(), tree.tokens[:, 1:].tolist(), strict=True))
-        return proposal
-
-    monkeypatch.setattr(engine.draft, "propose", keep)
+    drafted = record_chains(engine, monkeypatch)
     prompts = [prompt[:n] for prompt, n in zip(held_out("code"), (20, 33, 9), strict=False)]
     texts = [out.prompt_tokens + out.tokens for out in engine.generate(prompts, SamplingParams(max_new_tokens=6))]
     wanted = {

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from specdec_kernels.models.backends.native import CausalLM
+from specdec_kernels.models.backends.transformers import TransformersLM
 from specdec_kernels.models.families import kv_heads_of, kv_numbers
 from specdec_kernels.models.layers.linear import linear_of
 from specdec_kernels.models.layers.paged_batch import LastRows, PagedBatch
@@ -114,4 +115,12 @@ def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
     message = said(lambda: divide(moe, experts.base_model_tp_plan, Shard(0, 2), reduction))
     assert message == (
         "model: layers.0.mlp.experts is a Qwen3MoeExperts divided by 'moe_tp_experts', expected linears, colwise or rowwise"
+    )
+
+
+def test_transformers_backend_refuses_a_shard() -> None:
+    with pytest.raises(ValueError) as error:
+        TransformersLM(module_of("llama"), options(shard=Shard(0, 2)))
+    assert str(error.value) == (
+        "model: shard is Shard(rank=0, size=2), expected Shard(rank=0, size=1) with implementation='transformers'"
     )

@@ -7,11 +7,10 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from .algorithms import CHECKPOINT_ALGORITHMS
-from .arguments import add_flag, add_model, model_of
+from .arguments import add_flag, model_of
 from .engine_flags import add_engine_flags
 from .optional_dependencies import require
-from .speculative_flags import add_draft_path
+from .speculative_flags import add_draft_to_examine
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -28,20 +27,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "(feature layers, position offset, norms, chat template, vocabulary map, KV dtype, embedding) and name the "
         "change that restores acceptance by more than chance. Exit code: 0, none does; 1, one does; 2, it cannot run.",
     )
-    add_model(parser)
-    add_draft_path(parser.add_mutually_exclusive_group(required=True), "--draft")
-    add_flag(
-        parser,
-        "--speculative-algorithm",
-        "--algorithm",
-        choices=CHECKPOINT_ALGORITHMS,
-        help="algorithm of the draft (default: by its checkpoint)",
-    )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="texts with empty lines between, or .jsonl with prompt or messages (default: a mix of chat, code, math)",
-    )
+    add_draft_to_examine(parser)
     parser.add_argument(
         "--max-new-tokens", type=int, default=96, metavar="N", help="tokens to generate for each prompt (96)"
     )

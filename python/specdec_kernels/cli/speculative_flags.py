@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .algorithms import ALGORITHMS, draft_class
-from .arguments import add_flag
+from .algorithms import ALGORITHMS, CHECKPOINT_ALGORITHMS, draft_class
+from .arguments import add_flag, add_model
 from .tuning_flags import apply_tuning
 
 if TYPE_CHECKING:
@@ -48,6 +48,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_draft_path(parser: argparse._ActionsContainer, *hidden: str) -> None:
     """Add the path of a draft's checkpoint; the flag may have hidden spellings."""
     add_flag(parser, "--speculative-draft-model-path", *hidden, metavar="PATH", help="EAGLE head or small draft model")
+
+
+def add_draft_to_examine(parser: argparse.ArgumentParser) -> None:
+    """Add what `doctor` and `tune` examine: a target, the checkpoint of a draft, and prompts."""
+    add_model(parser)
+    add_draft_path(parser.add_mutually_exclusive_group(required=True), "--draft")
+    add_flag(
+        parser,
+        "--speculative-algorithm",
+        "--algorithm",
+        choices=CHECKPOINT_ALGORITHMS,
+        help="algorithm of the draft (default: by its checkpoint)",
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="texts with empty lines between, or .jsonl with prompt or messages (default: a mix of chat, code, math)",
+    )
 
 
 class Chosen(NamedTuple):

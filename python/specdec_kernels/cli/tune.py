@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .algorithms import CHECKPOINT_ALGORITHMS
-from .arguments import add_flag, add_model, model_of
+from .arguments import add_flag, model_of
 from .engine_flags import add_engine_flags
 from .optional_dependencies import require, unwritable
-from .speculative_flags import add_draft_path
+from .speculative_flags import add_draft_to_examine
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -31,20 +30,7 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Generate from prompts with chains and trees of several sizes, and without drafts, at several "
         "batch sizes, and print which is fastest. Ctrl-C ends the measurements and keeps what has been measured.",
     )
-    add_model(parser)
-    add_draft_path(parser.add_mutually_exclusive_group(required=True), "--draft")
-    add_flag(
-        parser,
-        "--speculative-algorithm",
-        "--algorithm",
-        choices=CHECKPOINT_ALGORITHMS,
-        help="algorithm of the draft (default: by its checkpoint)",
-    )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="texts with empty lines between, or .jsonl with prompt or messages (default: a mix of chat, code, math)",
-    )
+    add_draft_to_examine(parser)
     parser.add_argument(
         "--batch", default="1,8,32", metavar="N", help="batch sizes to try, separated by commas (1,8,32)"
     )

@@ -31,6 +31,7 @@ from ..layers.head_layout import pool_dim
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..layers.rope import constant_len
 from ..options import ModelOptions
+from ..shard import WHOLE
 from ..weights.loading import config_of, load_causal_lm, place
 from .base import HeldModel
 from .module_swaps import EXPERTS, StandIns, is_rotation_of_halves, route_rotations
@@ -399,6 +400,8 @@ class TransformersLM(HeldModel):
         from .self_check import check_against_itself
 
         name, dtype, device = options.name, options.dtype, options.device
+        if options.shard != WHOLE:
+            raise ValueError(f"{name}: shard is {options.shard}, expected {WHOLE} with implementation='transformers'")
         self._config = config_of(model, name)
         check_length(self._config, options.max_len, name)
         self.model = load_causal_lm(model, dtype, name, adapter=options.adapter, any_module=True)
