@@ -15,7 +15,7 @@ def divide(model: Any, plan: dict[str, str] | None, shard: Shard, reduction: Red
     """Keep a shard of each linear in a module's decoder, in place.
 
     A linear that the plan calls "colwise" keeps its share of output rows. One called "rowwise" keeps its share of input
-    columns and owns the reduction of its partial sums; its bias stays with rank 0.
+    columns and owns the reduction of its partial sums; its bias stays with rank 0. Embeddings stay whole.
 
     Args:
         plan: styles by module path, as in `PreTrainedConfig.base_model_tp_plan`.
@@ -30,7 +30,7 @@ def divide(model: Any, plan: dict[str, str] | None, shard: Shard, reduction: Red
     styles = {re.compile(re.escape(path).replace(r"\*", r"\d+")): style for path, style in plan.items()}
     for path, module in model.get_decoder().named_modules():
         style = next((style for pattern, style in styles.items() if pattern.fullmatch(path)), None)
-        if style is None or style.startswith("replicated"):
+        if style is None or style.startswith(("replicated", "embedding")):
             continue
         what = f"{name}: {path}"
         if style not in ("colwise", "rowwise") or type(module) is not nn.Linear:
