@@ -17,9 +17,9 @@ void pack_trees(CallStream stream, const TensorView& tokens, const TensorView& p
   const TreeOut tree =
       check_tree_out(check, kNames, B, N, tokens, parents, positions, first_child, next_sibling, mask, num_nodes);
   check.tensor("scores", scores, {B, N}, kFloat32);
-  check.tensor("shares.num_nodes", kept, {B}, kInt32);
+  check.tensor("allocation.num_nodes", kept, {B}, kInt32);
   Dim W{"mask_words", tree.words};
-  check.packed("shares.cu_seqlens", cu_seqlens, B);
+  check.packed("allocation.cu_seqlens", cu_seqlens, B);
   check.range("num_rows", num_rows, 0, INT32_MAX);
   check.output("out.tokens", out_tokens, {M}, kInt32);
   check.output("out.positions", out_positions, {M}, kInt32);

@@ -1,4 +1,4 @@
-"""Old names of version 0.2: they warn in 0.3 and go in 0.4."""
+"""Old public names of version 0.2: they warn in 0.3 and are removed in 0.4."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Old names of ops and structs, and what replaced each.
+# Old names of ops and structs, and the new ones.
 RENAMED = {
     "ExtendRows": "DraftExtendInputs",
     "Routes": "Routing",
@@ -31,8 +31,9 @@ RENAMED = {
     "widen_rows": "dequantize",
 }
 
-# Old keyword arguments of ops, by the op's new name.
+# Old keyword arguments, and the new ones, by the new name of the function.
 RENAMED_ARGUMENTS: dict[str, dict[str, str]] = {
+    "NgramIndex.draft": {"num_draft_tokens": "num_nodes"},
     "add_rms_norm": {"shares": "topk_weights"},
     "append_draft_backlog": {
         "num_kept": "backlog_lens",
@@ -40,20 +41,23 @@ RENAMED_ARGUMENTS: dict[str, dict[str, str]] = {
         "kept_features": "backlog_features",
     },
     "allocate_nodes": {"rungs": "budget_levels", "rung_limits": "level_limits"},
+    "build_tree": {"num_draft_tokens": "num_nodes"},
     "dequantize": {"numbers": "qweight"},
+    "merge_trees": {"num_draft_tokens": "num_nodes"},
     "moe_combine": {"made": "expert_outputs", "shares": "topk_weights"},
     "moe_grouped_gemm": {"order": "sorted_pairs", "ends": "expert_ends", "again": "routing_ready"},
     "moe_route": {"taken": "top_k", "normalised": "renormalize"},
+    "pack_trees": {"shares": "allocation"},
     "rope_qkv_write_kv": {"rotations": "cos_sin"},
 }
 
 
 def deprecated(name: str, module: str, values: Mapping[str, Any]) -> Any:
-    """Return what replaced the public name `name` of `module`, and warn.
+    """Return the replacement of a module's old public name, and warn.
 
     Args:
-        name: an old name.
-        module: the module that the caller asks, for messages.
+        name: the name that the module does not have.
+        module: the module's name, for messages.
         values: the module's namespace, which has the new name.
 
     Raises:
@@ -67,15 +71,18 @@ def deprecated(name: str, module: str, values: Mapping[str, Any]) -> Any:
 
 
 def takes_old_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` with the old keywords of RENAMED_ARGUMENTS translated to the new ones."""
-    arguments = RENAMED_ARGUMENTS[function.__name__]
+    """Decorate a function of RENAMED_ARGUMENTS: its old keyword arguments warn and become the new ones.
+
+    A function that has kept its name is decorated where it is defined; `deprecated` decorates the others.
+    """
+    name = function.__qualname__
+    arguments = RENAMED_ARGUMENTS[name]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for old, new in arguments.items():
-            if old in kwargs:
-                warnings.warn(f"{function.__name__}: {old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
-                kwargs[new] = kwargs.pop(old)
+        for old in arguments.keys() & kwargs.keys():
+            warnings.warn(f"{name}: {old} is deprecated, use {arguments[old]}", DeprecationWarning, stacklevel=2)
+            kwargs[arguments[old]] = kwargs.pop(old)
         return function(*args, **kwargs)
 
     return call

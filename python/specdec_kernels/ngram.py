@@ -1,4 +1,4 @@
-"""N-gram index: drafts from text seen before, without a model."""
+"""N-gram index: drafts from earlier text, without a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _C
+from ._deprecated import takes_old_arguments
 from .ops._alloc import empty, wrong_type
 from .ops.structs import Tree, tree_outputs
 
@@ -25,10 +26,10 @@ class NgramStatistics(NamedTuple):
     evictions: int  # entries replaced by a new n-gram
     drafts: int  # rows drafted for a slot with a stream
     matches: int  # drafted rows with a match of at least one token
-    drafted: int  # nodes without the roots
+    drafted: int  # nodes, roots excluded
     rounds_by_match: list[int]  # rows that `extend` got with match_len m, for m = 0 to 32
     accepted_by_match: list[int]  # tokens accepted in those rows, without bonus tokens
-    refused: int  # rows, or pieces of an `insert`, that a GPU ignored
+    refused: int  # rows, or chunks of an `insert`, that a GPU ignored
 
 
 class NgramDraft(NamedTuple):
@@ -36,11 +37,11 @@ class NgramDraft(NamedTuple):
 
     tree: Tree  # of [B, N] nodes
     scores: Tensor  # [B, N] float32: log p of each node, 0 for the root, -inf after num_nodes
-    match_len: Tensor  # [B] int32: tokens of the longest verified match, 0 for none; `extend` counts by it
+    match_len: Tensor  # [B] int32: tokens of the longest verified match, 0 for none; pass it to `extend`
 
 
 class NgramIndex:
-    """Index that drafts token trees from earlier occurrences of a request's last tokens.
+    """An index that drafts token trees from earlier occurrences of a request's last tokens.
 
     A table maps the hash of the last n tokens, n in {1, 2, 4, 8}, to their 15 most recent occurrences in a ring of
     stored text. Every occurrence is verified against that text before use, so a draft always continues inserted text.
@@ -56,8 +57,8 @@ class NgramIndex:
     length out of range, a stream that would exceed max_len) add nothing and are counted in `statistics`.
 
     On the CPU, calls release the GIL and may come from several threads: drafts run concurrently, writes exclusively,
-    and a long `insert` yields to others in between. Bytes are reproducible only if the writing calls come in the same
-    order (for example from one thread), and so do the drafts of a slot, which record what the next one follows.
+    and a long `insert` yields to others in between. Bytes are reproducible only if the order of writing calls is (for
+    example from one thread), and that of a slot's drafts, each of which records the occurrence that the next follows.
 
     Args:
         max_tokens: minimum tokens stored, 1 to 2^30. A document occupies its last block of 27 tokens whole.
@@ -65,9 +66,9 @@ class NgramIndex:
         max_len: the longest stream of a slot; documents have no limit.
         num_threads: threads that share the rows of a `draft` and the text of a long `insert`, the caller's included;
             1 to 256. The resulting bytes do not depend on it. No effect on a GPU.
-        device: "cpu", or a CUDA device as torch names it, where the memory is a torch tensor.
+        device: "cpu", or a CUDA device as torch names it; the memory is then a torch tensor.
 
-    Memory is about 68.8 bytes a token of `max_tokens` and 304 a slot; `num_bytes` is exact.
+    Memory is about 68.8 bytes per token of `max_tokens` and 304 per slot; `num_bytes` is exact.
     """
 
     def __init__(
@@ -105,12 +106,14 @@ class NgramIndex:
 
         Args:
             path: the file.
-            num_slots, max_len: None: as saved.
-            num_threads, device: as above.
+            num_slots: request slots. None: as saved.
+            max_len: longest stream of a slot. None: as saved.
+            num_threads: as for a new index.
+            device: as for a new index.
 
         Raises:
             OSError: no such file.
-            ValueError: the file is truncated, corrupt, of another version or no index; a number out of range.
+            ValueError: the file is truncated, corrupt, of another version or no index; an argument out of range.
         """
         index = cls.__new__(cls)
         with open(path, "rb", buffering=0) as file:
@@ -126,7 +129,7 @@ class NgramIndex:
         stays and its target is written.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
             ValueError: the path exists and is no regular file: a FIFO, a device, a directory.
         """
         target = Path(os.path.realpath(path))
@@ -161,20 +164,19 @@ class NgramIndex:
             slot: the request's slot.
             group: scope of its text, which it reads besides the global one; 0 for none.
             private: only this stream reads its text, which is lost when it ends.
-            request: the caller's number for the request, 0 or more. A stream with that number, group and privacy that
-                ended in a slot not reused since is resumed: its text is stored already, and `insert` with `start` skips
-                it.
+            request: the caller's id of the request, 0 or more. A stream with the same id, group and privacy that ended
+                in a slot not reused since is resumed: its text is already stored, and `insert` with `start` skips it.
 
         Raises:
-            ValueError: a number out of range.
+            ValueError: an argument out of range.
         """
         self._index.begin(slot, group, private, request)
 
     def length(self, slot: int) -> int:
-        """Return the tokens in the stream of a slot; 0 without a stream. Wait for the device.
+        """Return the number of tokens in a slot's stream, 0 without a stream. Wait for the device.
 
         Raises:
-            ValueError: a number out of range.
+            ValueError: slot out of range.
         """
         return self._index.length(slot)
 
@@ -183,15 +185,15 @@ class NgramIndex:
 
         Args:
             tokens: [T] int32, each 0 or more.
-            slot: None for a document. Otherwise the tokens continue the stream of that slot (the prompt here, then
-                what each round accepted through `extend`).
+            slot: the slot whose stream the tokens continue: insert the prompt, then `extend` by each round's accepted
+                tokens. None: a document.
             group: scope of a document; 0: global.
-            start: position of tokens[0] in the slot's stream; tokens that the stream has already are skipped. None: the
+            start: position of tokens[0] in the slot's stream; tokens that the stream already has are skipped. None: the
                 end of the stream.
 
         Raises:
-            ValueError: a wrong dtype, shape or device, a negative token, a number out of range, a group with a slot, a
-                start beyond the stream, a stream that would exceed max_len. The index is unchanged then.
+            ValueError: wrong dtype, shape or device; a negative token; an argument out of range; both slot and group; a
+                start beyond the stream; a stream that would exceed max_len. The index is unchanged then.
         """
         self._index.insert(tokens, slot, group, start)
 
@@ -199,14 +201,14 @@ class NgramIndex:
         """Append a round's accepted tokens to the streams of its slots, row by row, as `insert` would.
 
         Args:
-            tokens: [B, S] int32, the first `num_valid` of each row 0 or more; the rest is ignored.
+            tokens: [B, S] int32; the first `num_valid` of each row are 0 or more, the rest is ignored.
             num_valid: [B] int32, 0 to S.
-            slots: [B] int32 or None; -1 is an empty row, which adds nothing.
-            match_len: [B] int32, the rows' match_len of `draft`, for `statistics`; or None.
+            slots: [B] int32, -1 for an empty row, which adds nothing. None: row b is slot b.
+            match_len: [B] int32, from `draft`, for `statistics`; or None.
 
         Raises:
-            ValueError: a wrong dtype, shape or device, a num_valid or match_len out of range, a negative token, a
-                stream that would exceed max_len. The index is unchanged then.
+            ValueError: wrong dtype, shape or device; num_valid or match_len out of range; a negative token; a stream
+                that would exceed max_len. The index is unchanged then.
         """
         self._index.extend(tokens, num_valid, slots, match_len)
 
@@ -218,6 +220,7 @@ class NgramIndex:
         """Remove all text, end all streams, reset the statistics."""
         self._index.clear()
 
+    @takes_old_arguments
     def draft(
         self,
         slots: Tensor | None,
@@ -235,32 +238,37 @@ class NgramIndex:
     ) -> NgramDraft:
         """Draft a tree of likely continuations of each slot's stream, best first, from all text inserted so far.
 
-        Candidates are the occurrences of the last 8, 4, 2, 1 tokens, in this order, in the stream's private scope, its
-        group and the global scope, in this order, the 15 most recent of each first; at most 32. The first candidate is
-        the occurrence that matched furthest at the stream's last draft, advanced by the tokens that the stream has
-        gained since (at most 256), whether they match or not, so that a draft continues after a differing token. A
-        candidate whose text matches the request's last m tokens (m verified up to 32) weighs 2^min(m, 24), times the
-        weight of its scope or, in the request's own stream, `own_weight`, times recency^i if its n-gram has i newer
-        occurrences. The candidates that agree with the path to a node of depth d share it; with m their longest match,
-        p(node) = ((m + 2) / (m + 4))^d * their weight / the weight of all. The tree adds the node of largest p next
-        (log2 p in steps of 1/256); ties go to the longer match, then to the earlier candidate. The tree may have fewer
-        nodes than N: see `num_nodes`.
+        Candidates are at most 32 occurrences. The first is the one that matched furthest at the stream's last draft,
+        advanced by the tokens that the stream has gained since (at most 256), whether they match or not, so that a
+        draft continues after a differing token. Then come occurrences of the last 8, 4, 2, 1 tokens, in this order; of
+        each n-gram those in the stream's private scope, its group and the global scope, in this order; of each scope
+        the 15 most recent, newest first.
+
+        A candidate whose text matches the request's last m tokens (m verified up to 32) weighs 2^min(m, 24), times the
+        weight of its scope (`own_weight` in the request's own stream), times recency^i if its n-gram has i newer
+        occurrences. A node of depth d has the candidates that agree with its path. With m their longest match, p(node)
+        = ((m + 2) / (m + 4))^d * their weight / the weight of all candidates. The tree grows by the node of largest p
+        (log2 p in steps of 1/256); ties go to the longer match, then to the earlier candidate. It may have fewer than N
+        nodes: see `num_nodes`.
 
         Args:
-            slots: [B] int32 or None; -1 or a slot without a stream is an empty row.
+            slots: [B] int32; -1 or a slot without a stream is an empty row. None: row b is slot b.
             seq_lens: [B] int32, L: the position of each root.
             num_nodes: N, nodes including the root, 1 to 256.
             mode: "tree", or "chain": only the best child of each node.
-            min_prob: no node with a smaller p.
-            min_match: no candidate with a shorter match, 0 to 32.
-            own_weight, group_weight, global_weight: of a candidate's text, 0 to 256 in steps of 1/16; 0 excludes it.
+            min_prob: omit nodes of a smaller p.
+            min_match: omit candidates of a shorter match, 0 to 32.
+            own_weight: weight of the request's own text, 0 to 256 in steps of 1/16; 0 excludes it.
+            group_weight: the same for other text of its group.
+            global_weight: the same for other text of the global scope.
             recency: above 0, at most 1; its powers are rounded to 1/256.
+            out: preallocated result.
 
         Returns:
             NgramDraft. An empty row has num_nodes 0, tokens and positions 0, all scores -inf and match_len 0.
 
         Raises:
-            ValueError: a wrong dtype, shape or device; a number out of range.
+            ValueError: wrong dtype, shape or device; an argument out of range.
         """
         if mode != "tree" and mode != "chain":
             raise ValueError(f"ngram_draft: mode is {mode!r}, expected 'tree' or 'chain'")

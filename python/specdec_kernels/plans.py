@@ -1,4 +1,4 @@
-"""Ask which kernel `tree_attention` runs for a shape: the C++ planning rules, without tensors or a GPU."""
+"""The plan of a `tree_attention` call by its shape: the C++ planning rules, without tensors or a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from . import _C
 
-HEAD_DIMS = (64, 128, 256)  # that `rope_qkv_write_kv` and `tree_attention` support
+HEAD_DIMS = (64, 128, 256)  # supported by `rope_qkv_write_kv` and `tree_attention`
 
 
 class Gpu(NamedTuple):
@@ -65,7 +65,9 @@ def attention_plan(
     Args:
         batch: number of requests.
         q_rows: query rows per request; with `packed`, of all requests together.
-        q_heads, kv_heads, head_dim: sizes of the tensors; head_dim is 64, 128 or 256.
+        q_heads: query heads, a multiple of kv_heads.
+        kv_heads: KV heads.
+        head_dim: 64, 128 or 256.
         max_kv_len: bound on the KV rows of a request, prefix and tail.
         page_size: KV rows of a page.
         fp8: whether the pools hold float8_e4m3fn instead of 16-bit floats.

@@ -87,7 +87,7 @@ class _Op:
     """One op as operators see it: tuples of tensors are taken apart, arguments for outputs are gone."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.call = name, getattr(ops, name)
+        self.name, self.call = name, inspect.unwrap(getattr(ops, name))
         self.hints = get_type_hints(self.call, vars(ops) | {"Tensor": Tensor, "Literal": Literal})
         without = ("out", "lse", "workspace", "plan", "stream")
         self.parameters = [

@@ -129,7 +129,7 @@ def test_messages() -> None:
     tree, scores = random_draft(2, 4, 50)
     for call, message in (
         (lambda: sd.pack_trees(tree, scores, shares_of([1, 1]), -1), "pack_trees: num_rows is -1, expected 0 to 2147483647"),
-        (lambda: sd.pack_trees(tree, scores, shares_of([1]), 3), "pack_trees: shares.num_nodes has shape [1], expected [batch=2]"),
+        (lambda: sd.pack_trees(tree, scores, shares_of([1]), 3), "pack_trees: allocation.num_nodes has shape [1], expected [batch=2]"),
         (lambda: sd.pack_trees(tree, scores[:, 1:], shares_of([1, 1]), 3), "pack_trees: scores has shape [2, 3], expected [batch=2, num_nodes=4]"),
     ):  # fmt: skip
         with pytest.raises(ValueError) as error:
@@ -137,7 +137,7 @@ def test_messages() -> None:
         assert str(error.value) == message
     for arguments, message in (
         ((None, scores, shares_of([1, 1]), 3), "pack_trees: tree is a NoneType, expected a Tree"),
-        ((tree, scores, None, 3), "pack_trees: shares is a NoneType, expected a NodeAllocation"),
+        ((tree, scores, None, 3), "pack_trees: allocation is a NoneType, expected a NodeAllocation"),
     ):
         with pytest.raises(TypeError) as wrong:
             sd.pack_trees(*arguments)

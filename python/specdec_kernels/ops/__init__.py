@@ -1,16 +1,22 @@
-"""The ops. One thin function each: allocate the outputs that were not passed, call the compiled op positionally.
+"""The ops: one thin function each, which allocates missing outputs and calls the compiled op.
 
-Conventions: shapes are row-major and contiguous unless said; indices are int32; every op runs on the device of its
-tensors (all the same), on the caller's current stream unless `stream=` names another, without synchronising, and is
-legal inside a CUDA graph when its outputs are passed: `out=` takes what the op returns, and is returned. Nothing is
-converted or copied for the caller: a wrong dtype, shape, device or stride is a ValueError that names the argument, a
-struct that is something else a TypeError. `requires_grad` is ignored.
+Conventions:
+    Shapes are row-major and contiguous unless said; indices are int32. All tensors of a call are on one device, where
+    the op runs without synchronizing. With preallocated outputs an op is legal inside a CUDA graph. Inputs are never
+    converted or copied: a wrong dtype, shape, device or stride is a ValueError that names the argument, a struct of the
+    wrong type a TypeError. `requires_grad` is ignored.
 
-Letters: B batch, N tree nodes, S accept row width, k topk, V vocabulary, W mask words (ceil(N / 64)).
-`slots[B]` names the slot each row works for (-1: an empty row); None means row b is slot b.
+Letters:
+    B batch, N tree nodes, S accept width, k topk, V vocabulary, W mask words (ceil(N / 64)).
 
-Lengths: `seq_lens[num_slots]` counts the tokens of a slot that are committed, L; `prefix_lens[num_slots]` the KV rows
-in front of those that a call is about, which is L or what L was before; `num_valid[B]` the entries of a row that count.
+Common arguments:
+    slots: [B] int32, the slot that each row works for, -1 for an empty row. None: row b is slot b.
+    out: preallocated results, of the type that the op returns. None allocates them.
+    stream: a CUDA stream as an integer (`torch.cuda.Stream.cuda_stream`). None: the caller's current stream.
+    status: [num_slots] int32, bits of `Status`. An op sets bits and clears none, unless said.
+    seq_lens: [num_slots] int32, L: the committed tokens of a slot.
+    prefix_lens: [num_slots] int32, the KV rows before those of the call: L now, or L before the round.
+    num_valid: [B] int32, the valid entries of each row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Output tensors of the caller's own library, for an `out` that was left out, and what is refused before."""
+"""Allocate missing outputs with the caller's tensor library, and refuse arguments that this needs first."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def empty(op: str, like: Any, shape: Sequence[int], dtype: str) -> Any:
-    """Allocate an uninitialized tensor like `like`: by `new_empty` (torch) or `numpy.empty`."""
+    """Allocate an uninitialized tensor like `like`, by `new_empty` (torch) or `numpy.empty`."""
     new_empty = getattr(like, "new_empty", None)
     if new_empty is not None:
         try:
             return new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
-        except (RuntimeError, TypeError):  # a size that no tensor has is for the op to name
+        except (RuntimeError, TypeError):  # the op itself refuses an impossible size
             shape = [n if isinstance(n, int) and 0 < n < 2**31 else 0 for n in shape]
             return new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
     if type(like).__module__ == "numpy":
@@ -53,13 +53,13 @@ def bit_numbers(like: Any) -> Any:
 
 
 def wrong_type(op: str, name: str, value: Any, kind: type) -> TypeError:
-    """Return the error for a struct of another type, such as a plain tuple."""
+    """Return the error for a struct of the wrong type, such as a plain tuple."""
     article = "an" if kind.__name__[0] in "AE" else "a"
     return TypeError(f"{op}: {name} is a {type(value).__name__}, expected {article} {kind.__name__}")
 
 
 def shape_of(op: str, name: str, tensor: Any, ndim: int) -> tuple[int, ...]:
-    """Return the shape of `tensor`, which must have `ndim` dimensions (needed before its outputs can be allocated)."""
+    """Return the shape of `tensor`, and check that it has `ndim` dimensions."""
     shape = getattr(tensor, "shape", None)
     if shape is None:
         raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")

@@ -1,4 +1,4 @@
-"""The type of the tensors that ops take: any that speaks DLPack (torch, NumPy, CuPy, JAX)."""
+"""The type of tensors: any with DLPack (torch, NumPy, CuPy, JAX)."""
 
 from typing import Any, TypeAlias
 

@@ -25,13 +25,15 @@ def select_topk(
     out: TopK | None = None,
     stream: int | None = None,
 ) -> TopK:
-    """Log-softmax and the k best of every row, in one pass over the logits.
+    """Return the k best tokens of each row and their log-softmax, in one pass over the logits.
 
     Args:
-        logits: [R, Vd] float32, float16 or bfloat16; rows may be strided. NaN counts as -inf;
-            entries of +inf share the whole probability.
-        k: how many, 1 to min(Vd, 64). Ties go to the lower index.
-        id_map: [Vd] int32, translates a reduced draft vocabulary: `arange(Vd) + d2t`.
+        logits: [R, Vd] float32, float16 or bfloat16; rows may be strided. NaN counts as -inf; entries of +inf share the
+            whole probability.
+        k: tokens per row, 1 to min(Vd, 64). Ties go to the lower index.
+        id_map: [Vd] int32, maps a reduced draft vocabulary to the target's ids: `arange(Vd) + d2t`.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         TopK, best first.
@@ -60,32 +62,34 @@ def sample_draft(
     out: TopK | None = None,
     stream: int | None = None,
 ) -> TopK:
-    """K draws without replacement from softmax(logits / temperature) of every row, in draw order.
+    """Draw k tokens per row without replacement from softmax(logits / temperature), in draw order.
 
-    Gumbel top-k (Kool et al., 2019, https://arxiv.org/abs/1903.06059). The noise of an entry depends on its request's
-    seed, the position of the token drawn, the row's number among its request's and the entry's index alone: not on
-    the batch, the slot or k, so fewer draws are a prefix of more. Rows of one request are independent: each depth of
-    a tree is drawn in one call.
+    Gumbel top-k (Kool et al., 2019, arXiv 1903.06059). The noise of an entry depends only on its request's seed, the
+    position of the drawn token, the row's index within its request, and the entry's index: not on the batch, the slot
+    or k, so fewer draws are a prefix of more. Rows of one request are independent; draw each depth of a tree in one
+    call.
 
-    A request of temperature 0 (or below, or NaN) is drawn greedily: as `select_topk`, log-probabilities included.
+    A request of temperature 0 (or below, or NaN) is greedy: it gets what `select_topk` returns.
 
     Args:
-        logits: [R, Vd] float32, float16 or bfloat16; rows may be strided. R = B * Q: rows b * Q to b * Q + Q - 1 are
-            request b's, such as the Q nodes of one depth of its tree. NaN counts as -inf; entries of +inf share the
-            whole probability.
-        k: how many draws from each row, 1 to min(Vd, 64).
+        logits: [R, Vd] float32, float16 or bfloat16; rows may be strided. R = B * Q: request b has rows b * Q to b * Q
+            + Q - 1, such as the Q nodes of one depth of its tree. NaN counts as -inf; entries of +inf share the whole
+            probability.
+        k: draws per row, 1 to min(Vd, 64).
         seeds: [num_slots] int64.
-        positions: [R] int32, the absolute position of the token drawn.
+        positions: [R] int32, the absolute position of the drawn token.
         temperature: [num_slots] float32.
-        slots: [B] int32; None: B = num_slots. An empty row has ids 0, log-probabilities -inf.
-        id_map: [Vd] int32, translates a reduced draft vocabulary: `arange(Vd) + d2t`.
+        slots: [B] int32; None: B = num_slots. An empty row has ids 0 and log-probabilities -inf.
+        id_map: [Vd] int32, maps a reduced draft vocabulary to the target's ids: `arange(Vd) + d2t`.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
-        TopK, in draw order, with each token's log-probability in softmax(logits / temperature), before any draw. Where
-        fewer than k entries have a probability, the lowest of the other indices follow, with -inf.
+        TopK in draw order. The log-probability of a token is that in softmax(logits / temperature) before any draw. If
+        fewer than k entries have a probability, the lowest other indices follow, with -inf.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; k out of range; R no multiple of B.
+        ValueError: wrong dtype, shape, device or stride; k out of range; R is not a multiple of B.
     """
     op = "sample_draft"
     if out is None:
@@ -98,9 +102,9 @@ def sample_draft(
 
 
 class Frontier(NamedTuple):
-    """The k nodes the draft is fed next, best first."""
+    """The k nodes that the draft's next forward pass reads, best first."""
 
-    nodes: Tensor  # [B, k] int32 candidate numbers
+    nodes: Tensor  # [B, k] int32 candidate indices
     tokens: Tensor  # [B, k] int32
     positions: Tensor  # [B, k] int32
     mask: Tensor  # [B, k, Wd] int64 bit patterns, Wd = max(1, ceil(k * (num_steps - 1) / 64))
@@ -111,16 +115,16 @@ class DraftExtendInputs(NamedTuple):
 
     tokens: Tensor  # [B, W] int32, 0 where there is none
     positions: Tensor  # [B, W] int32
-    node_rows: Tensor  # [B, W] int64, of B * num_nodes: the tree's node behind each row
-    last_rows: Tensor  # [B] int64, of B * W: the last valid row of each request, or its first
-    kept_slots: Tensor  # [B] int64: the slot whose draft state that row becomes; num_slots, where no row is valid
+    node_rows: Tensor  # [B, W] int64, below B * num_nodes: the tree node of each row
+    last_rows: Tensor  # [B] int64, below B * W: the last valid row of each request, else its first
+    kept_slots: Tensor  # [B] int64: the slot whose draft state becomes that row; num_slots if no row is valid
 
 
 class DraftInputs(NamedTuple):
-    """What the draft forward of an expanded frontier needs, beside its mask."""
+    """The inputs of the draft's forward pass over an expanded frontier, except its mask."""
 
     tokens: Tensor  # [B, k] int32
-    parent_rows: Tensor  # [B, k] int32, rows of the [B * k] features of the frontier before
+    parent_rows: Tensor  # [B, k] int32, rows of the previous frontier's [B * k] features
     positions: Tensor  # [B, k] int32
 
 
@@ -136,26 +140,30 @@ def expand_root(
     out: tuple[Candidates, Frontier] | None = None,
     stream: int | None = None,
 ) -> tuple[Candidates, Frontier]:
-    """Draft step 1: the root's children, kept per slot, become candidates 0 to k - 1 and the first frontier.
+    """Run draft step 1: the root's k children become candidates 0 to k - 1 and the first frontier.
 
-    Frontier node j of depth s is the draft's tail row (s - 1) * k + j; bit r of its mask says that tail row r is an
-    ancestor or the node itself. Columns that later steps fill hold token 0, parent -1, score -inf. An empty row has
-    that in every column, tokens and positions 0.
+    Frontier node j of depth s is tail row (s - 1) * k + j of the draft. Bit r of its mask is set if tail row r is the
+    node or an ancestor. Columns that later steps fill hold token 0, parent -1, score -inf; so do all columns of an
+    empty row, whose frontier has tokens and positions 0.
 
     Args:
-        topk_ids, topk_logprobs: [num_slots, k] int32 and float32, k from 1 to 64; NaN counts as -inf.
+        topk_ids: [num_slots, k] int32, the root's children, kept per slot; k is 1 to 64.
+        topk_logprobs: [num_slots, k] float32; NaN counts as -inf.
         seq_lens: [num_slots] int32, L.
         num_steps: depth of drafting, 1 to 1024.
         slots: [B] int32; None: B = num_slots.
-        position_offset: depth d is rotated at L + d - 1 + position_offset: 0 for EAGLE heads, 1 for a standalone draft.
-        calibration: [D, 2] float32, D from 1 to 64: the table of a Calibration. What a score gets from a child at depth
-            d is then its log-probability as row min(d, D) - 1 puts it right.
+        position_offset: a node of depth d has RoPE position L + d - 1 + position_offset: 0 for EAGLE heads, 1 for a
+            standalone draft.
+        calibration: [D, 2] float32, D from 1 to 64: the table of a Calibration, whose row min(d, D) - 1 corrects the
+            log-probability that a child of depth d adds to its score.
+        out: preallocated results.
+        stream: CUDA stream; None: the current one.
 
     Returns:
-        Candidates and Frontier; every element of each is written.
+        Candidates and Frontier; every element is written.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; a number out of range.
+        ValueError: wrong dtype, shape, device or stride; num_steps or k out of range.
     """
     op = "expand_root"
     if out is None:
@@ -210,30 +218,37 @@ def expand_tree(
     out: DraftInputs | None = None,
     stream: int | None = None,
 ) -> DraftInputs:
-    """Run a later draft step: append the frontier's k * k children and keep the best k as the next frontier.
+    """Run a later draft step: append the frontier's k * k children, and make the best k of them the next frontier.
 
-    What `expand_root` returned is updated in place: the candidates, and the frontier's nodes and mask. The tokens and
-    positions of the new frontier are in the result.
+    The result of `expand_root` is updated in place: the candidates, and the frontier's nodes and mask. Tokens and
+    positions of the new frontier are in the returned DraftInputs.
 
-    Child i of frontier node j is candidate k + (step - 2) * k * k + j * k + i. Its score is its parent's plus its
-    log-probability, and never above its parent's. The new frontier is ordered by score, ties to the lower number;
-    children of score -inf fill it where there is nothing better. Its masks are the parents' with the own bit
-    (step - 1) * k + j; the last step's nodes are fed to no draft, and have theirs only where it fits in Wd words.
+    Child i of frontier node j is candidate k + (step - 2) * k * k + j * k + i. Its score is its parent's plus its own
+    log-probability, but never above its parent's. The new frontier is ordered by score, ties to the lower candidate;
+    children of score -inf fill it if there are no better ones. A node's mask is its parent's and its own bit (step - 1)
+    * k + j. Nodes of the last step are no input of a draft: their own bit is set only if it fits into Wd words.
+
+    Source: the dynamic draft tree of EAGLE-2 (Li et al., arXiv 2406.16858).
 
     Args:
-        topk_ids, topk_logprobs: [B, k, k] int32 and float32, the children of each frontier node; NaN counts as -inf.
+        topk_ids: [B, k, k] int32, the children of each frontier node.
+        topk_logprobs: [B, k, k] float32; NaN counts as -inf.
         step: depth of the children, 2 to num_steps.
-        candidates, frontier: from `expand_root`. A node of the frontier that is no candidate yet has children of score
-            -inf and parent -1; its tokens and positions are not read.
+        candidates: from `expand_root`, changed in place.
+        frontier: from `expand_root`; nodes and mask are changed in place, tokens and positions are not read. The
+            children of a node that is no candidate yet have score -inf and parent -1.
         seq_lens: [num_slots] int32, L.
         slots: [B] int32. An empty row appends token 0, parent -1, score -inf; its tokens and positions are 0.
-        position_offset, calibration: as in `expand_root`.
+        position_offset: as for `expand_root`.
+        calibration: as for `expand_root`.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         DraftInputs of the new frontier.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; a number out of range.
+        ValueError: wrong dtype, shape, device or stride; step or k out of range.
     """
     op = "expand_tree"
     if not isinstance(candidates, Candidates):
@@ -268,28 +283,28 @@ def expand_tree(
 
 
 class Calibration(NamedTuple):
-    """How often a child is taken of which a draft says p, by depth: logit p' = slope * logit p + offset.
+    """Calibration of draft probabilities by depth: logit p' = slope * logit p + offset.
 
-    Depths beyond the last count as it. See `make_calibration`.
+    The last depth also stands for deeper ones. See `make_calibration`.
     """
 
     table: Tensor  # [D, 2] float32: slope and offset of each depth
-    counts: Tensor  # [D, 16, 3] int64: of 16 bins of logit p, nodes, those taken, and the sum of logits in 2^-16
+    counts: Tensor  # [D, 16, 3] int64: nodes, hits and the sum of logits (in units of 2^-16) in 16 bins of logit p
 
 
 def make_calibration(num_depths: int, like: Tensor) -> Calibration:
     """Allocate an identity calibration on the device of `like` (torch or NumPy).
 
     Args:
-        num_depths: D, 1 to 64: one for each step of drafting.
-        like: any tensor; says which library and device.
+        num_depths: D, 1 to 64, usually the number of draft steps.
+        like: any tensor; gives the library and the device.
 
     Returns:
-        A Calibration: slopes are 1, all else is 0.
+        A Calibration of slope 1; all else is 0.
 
     Raises:
         ValueError: num_depths out of range.
-        TypeError: `like` is of a library whose tensors cannot be allocated here.
+        TypeError: tensors of `like`'s library cannot be allocated here.
     """
     op = "make_calibration"
     if not 1 <= num_depths <= 64:
@@ -307,21 +322,24 @@ def update_calibration(
     *,
     stream: int | None = None,
 ) -> None:
-    """Update the calibration of draft scores from which of a round's nodes were accepted.
+    """Update the calibration of draft scores from which nodes of a round were accepted.
 
-    A node counts if what was emitted led to its parent and went on: then it was taken, or it was not. What its draft
-    had said of it is the inverse of the table at its score less its parent's, so nothing else has to be kept of the
-    round. Each depth gets the slope and the offset that make what was seen likeliest, with a prior at 1 and 0 (Platt
-    scaling), where the last 8 to 16 thousand nodes count and older ones fade. All of it is the same on both devices.
+    A node counts if its parent was emitted and a token followed; it is a hit if that token is its own. Inverting the
+    table at the difference between its score and its parent's gives what the draft had predicted, so no other record of
+    the round is needed. Each depth gets the most likely slope and offset under a prior at 1 and 0 (Platt scaling). The
+    last 8 to 16 thousand nodes count; older ones fade out. The result is the same on CPU and GPU.
 
-    Not for drafts that are drawn, whose chance is another one, nor for trees with nodes that were scored otherwise.
+    Do not use it for sampled drafts, whose acceptance has another probability, or for trees with nodes from other
+    sources.
 
     Args:
-        calibration: changed in place. Its table is the one that `expand_root` and `expand_tree` had.
-        tree: [B, N], of the draft: tokens, parents, positions and num_nodes are read. What was verified may be another
-            tree, one that it was merged into, say.
-        scores: [B, N] float32, of its nodes; the root's is 0. What is no number, or above its parent's, does not count.
-        accepted: as `commit_tokens` left it: of empty, stalled and finished rows nothing is valid; no path is read.
+        calibration: changed in place; the one whose table `expand_root` and `expand_tree` got.
+        tree: [B, N], of the draft: tokens, parents, positions and num_nodes are read. The verified tree may be another
+            one that it was merged into.
+        scores: [B, N] float32, of its nodes, 0 for the root. NaN, or a score above the parent's, does not count.
+        accepted: as `commit_tokens` left it: nothing is valid in empty, stalled and finished rows. The path is not
+            read.
+        stream: CUDA stream; None: the current one.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride.
@@ -362,20 +380,23 @@ def draft_extend_inputs(
     """Write the inputs of draft-extend: the tokens that a round accepted, as rows of the draft's forward pass.
 
     Args:
-        tokens, path: [B, S] int32, as `commit_tokens` left them.
-        num_valid: [B] int32, from `commit_tokens`: rows that count.
+        tokens: [B, S] int32, as `commit_tokens` left them.
+        path: [B, S] int32, as `commit_tokens` left it.
+        num_valid: [B] int32, from `commit_tokens`.
         prefix_lens: [num_slots] int32, L before the round.
-        num_nodes: N of the trees that `path` is of; no request has more tokens than nodes.
-        slots: [B] int32. An empty row keeps nothing, and its positions count from 0.
-        cu_seqlens_q: [B + 1] int32: node i of request b is row cu_seqlens_q[b] + i of what `node_rows` counts, as
-            `pack_trees` has them; None: row b * num_nodes + i.
-        position_offset: of row 0 beyond L.
+        num_nodes: N of the trees of `path`; no request has more tokens than nodes.
+        slots: [B] int32. An empty row has kept_slots = num_slots, and its positions count from 0.
+        cu_seqlens_q: [B + 1] int32: `node_rows` numbers node i of request b cu_seqlens_q[b] + i, as `pack_trees` packs
+            them. None: b * num_nodes + i.
+        position_offset: position of row 0, relative to L.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         DraftExtendInputs.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; a number out of range.
+        ValueError: wrong dtype, shape, device or stride; num_nodes out of range.
     """
     op = "draft_extend_inputs"
     if out is None:
@@ -409,25 +430,27 @@ def append_draft_backlog(
     cu_seqlens_q: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Append the inputs of draft-extend to each slot's backlog, in a round without drafting: a ring of the last C rows.
+    """Append a round's draft-extend inputs to each slot's backlog, in a round that skips drafting.
 
-    The accepted rows of request b follow the backlog_lens[slot] rows of its slot. Row i of a backlog is at i % C of the
-    ring.
+    A backlog is a ring buffer of the last C rows; row i is at i % C. The accepted rows of request b follow the
+    backlog_lens[slot] rows of its slot.
 
     Args:
-        tokens, path: [B, S] int32, as `commit_tokens` left them.
-        num_valid: [B] int32, from `commit_tokens`: rows that count.
+        tokens: [B, S] int32, as `commit_tokens` left them.
+        path: [B, S] int32, as `commit_tokens` left it.
+        num_valid: [B] int32, from `commit_tokens`.
         backlog_lens: [num_slots] int32, rows ever appended, overwritten ones included; changed in place.
         backlog_tokens: [num_slots, C] int32, the rings; changed in place.
-        features: [B, N, F], or packed [M, F] with cu_seqlens_q; float32, float16 or bfloat16: one row per node, of
-            which those on `path` are appended. None: tokens only.
-        backlog_features: [num_slots, C, F] in the dtype of features, changed in place; None with them.
-        slots: [B] int32, no slot twice. An empty row appends nothing.
+        features: [B, N, F], or packed [M, F] with cu_seqlens_q; float32, float16 or bfloat16: a row per node. Those on
+            `path` are appended. None: tokens only.
+        backlog_features: [num_slots, C, F] of features' dtype, changed in place; None without features.
+        slots: [B] int32, distinct. An empty row appends nothing.
         cu_seqlens_q: [B + 1] int32: node i of request b has row cu_seqlens_q[b] + i of features. A request without rows
             appends nothing.
+        stream: CUDA stream; None: the current one.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; one of features and backlog_features alone.
+        ValueError: wrong dtype, shape, device or stride; only one of features and backlog_features.
     """
     _C.append_draft_backlog(
         stream, tokens, path, num_valid, backlog_lens, backlog_tokens, features, backlog_features, slots, cu_seqlens_q

@@ -1,4 +1,4 @@
-"""KV ops: page allocation, sharing and freeing, and writing, moving and copying KV rows."""
+"""KV ops: allocate, share and free pages; write, move and copy KV rows."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from ._tensor import Tensor
 
 
 class PagePool(NamedTuple):
-    """Which KV pages are free and which slot holds which, for every layer's pool alike. See `make_page_pool`."""
+    """Free KV pages and the pages of each slot; one pool serves every layer's tensors. See `make_page_pool`."""
 
     page_table: Tensor  # [num_slots, max_pages] int32 page ids, -1 for none
-    page_counts: Tensor  # [num_slots] int32: entries of its row that a slot got pages for, the first ones
-    page_starts: Tensor  # [num_slots] int32: of these, the first one that is held still; those before were given back
+    page_counts: Tensor  # [num_slots] int32: the first entries of its row that a slot got pages for
+    page_starts: Tensor  # [num_slots] int32: the first of these entries whose page has not been freed by a window
     page_refs: Tensor  # [num_pages] int32: owners of each page, 0 when free
-    free_stack: Tensor  # [num_pages] int32: free page ids, the next one to give away on top
+    free_stack: Tensor  # [num_pages] int32: free page ids, the next one to hand out on top
     num_free: Tensor  # [1] int32: height of the stack
     page_size: int
 
 
 def make_page_pool(num_pages: int, num_slots: int, max_pages: int, page_size: int, like: Tensor) -> PagePool:
-    """Allocate a pool of `num_pages` free pages on the device of `like` (torch or NumPy); low ids go first.
+    """Allocate a pool of `num_pages` free pages on the device of `like` (torch or NumPy). Low ids are handed out first.
 
     Args:
         num_pages: pages of the pool, shared by all slots.
         num_slots: rows of the page table.
-        max_pages: width of a slot's page table: ceil((max_len + reserve) / page_size).
+        max_pages: width of the page table: ceil((max_len + reserve) / page_size).
         page_size: KV rows of a page, at least 1.
-        like: any tensor; says which library and device.
+        like: any tensor; gives the library and the device.
 
     Returns:
-        A PagePool whose slots hold nothing.
+        A PagePool whose slots have no pages.
 
     Raises:
         ValueError: page_size below 1.
-        TypeError: `like` is of a library whose tensors cannot be allocated here.
+        TypeError: tensors of `like`'s library cannot be allocated here.
     """
     op = "make_page_pool"
     if page_size < 1:
@@ -67,18 +67,20 @@ def alloc_pages(
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Top each slot's page table up to the pages that `seq_lens[slot] + reserve` rows need, row after row of `slots`.
+    """Allocate the pages that each slot lacks for `seq_lens[slot] + reserve` KV rows.
 
-    A slot that does not fit gets nothing and is stalled; later ones are still tried. A slot named twice is served once.
+    Rows of `slots` are served in order. A slot that does not fit gets nothing and is stalled; later ones are still
+    tried. A slot named twice is served once.
 
     Args:
         pool: changed in place.
         seq_lens: [num_slots] int32.
-        reserve: rows beyond them, at least 0.
-        slots: [B] int32; None for all slots in order.
-        status: [num_slots] int32. STALLED is set where the free pages do not suffice, cleared where they do. Gains
-            BAD_LENGTH where seq_lens is negative, where more than max_pages are wanted, or page_counts is not a count
-            (such a slot gets nothing); BAD_PAGE where the stack held something else than a page.
+        reserve: rows beyond seq_lens, at least 0.
+        slots: [B] int32; None: all slots in order.
+        status: [num_slots] int32. STALLED is set if the free pages do not suffice, and cleared if they do. Gains
+            BAD_LENGTH if seq_lens is negative, if more than max_pages are needed, or if page_counts is invalid (the
+            slot then gets nothing); BAD_PAGE if the free stack held an invalid id.
+        stream: CUDA stream; None: the current one.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; reserve < 0.
@@ -95,21 +97,22 @@ def free_pages(
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Free each slot's pages after the first `prefix_lens[slot]` rows (0: all), or before a sliding window.
+    """Free each slot's pages after its first `prefix_lens[slot]` KV rows (0: all), or before a sliding window.
 
     With a window, pages wholly before the last `window` of these rows are freed: no layer with this window reads them
-    again. Rows of `slots` are processed in order.
+    again. Rows of `slots` are served in order.
 
-    A page loses one owner and is free when it has none left. The last page goes first, so that the next `alloc_pages`
-    gives the same pages in the same order.
+    A page loses one owner, and is free once it has none. The last page goes first, so the next `alloc_pages` returns
+    the same pages in the same order.
 
     Args:
-        pool: changed in place; entries given back become -1.
-        prefix_lens: [num_slots] int32, rows to keep; more than the slot holds keeps everything.
-        window: 1 or more: `page_counts` stays then, and `page_starts` grows. None: pages at the end go.
-        slots: [B] int32; None for all slots in order.
-        status: [num_slots] int32. Gains BAD_LENGTH where prefix_lens is negative or page_counts is not a count (nothing
-            is returned), BAD_PAGE where an entry is not a page or a page had no owner (it is skipped).
+        pool: changed in place; freed entries become -1.
+        prefix_lens: [num_slots] int32, rows to keep; more than the slot has keeps everything.
+        window: at least 1: `page_counts` stays and `page_starts` grows. None: pages at the end are freed.
+        slots: [B] int32; None: all slots in order.
+        status: [num_slots] int32. Gains BAD_LENGTH if prefix_lens is negative or page_counts is invalid (nothing is
+            freed), BAD_PAGE if an entry is no page or its page has no owner (it is skipped).
+        stream: CUDA stream; None: the current one.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; window < 1.
@@ -127,33 +130,35 @@ def fork_pages(
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """Give the empty slot `dst_slots[b]` the first `prefix_lens[dst]` rows of slot `src_slots[b]`.
+    """Give the empty slot `dst_slots[b]` the first `prefix_lens[dst]` KV rows of slot `src_slots[b]`.
 
     Use it for several samples of one prompt, or for a common prefix of requests.
 
-    Whole pages are shared: they gain an owner, and ops that are given `page_refs` write them no more. A partial page at
-    the end becomes a page of the destination's own, whose rows `copy_kv` then copies, in the target's pools and in the
-    draft's. Row after row of the call, except that sources are taken as they were before it: a slot that was empty then
-    cannot be forked from. One source may have many destinations; a destination is served for the first row that names
-    it. A row with an empty slot on either side is empty.
+    Whole pages are shared: they gain an owner, and ops with `page_refs` no longer write them. For a partial page at the
+    end the destination gets a page of its own; copy its rows with `copy_kv`, in the pools of target and draft. Rows of
+    the call are served in order, but sources are read as they were before the call: a slot that was empty then cannot
+    be forked. A source may have many destinations; a destination is served for the first row that names it. A row with
+    an empty slot on either side is skipped.
 
-    A stalled fork may be tried again. Until it is made, the destination must not be named to `alloc_pages`, which would
-    give it pages of its own.
+    A stalled fork may be retried. Until it succeeds, do not pass the destination to `alloc_pages`, which would give it
+    pages of its own.
 
     Args:
         pool: changed in place.
         src_slots: [B] int32, B at most 512.
         dst_slots: [B] int32.
-        prefix_lens: [num_slots] int32, read at the destinations; usually `seq_lens`, which a fork has from its source.
-        status: [num_slots] int32, of the destinations. STALLED is set where a partial page finds no free one (the
-            destination stays empty), cleared where the fork is made. Gains BAD_LENGTH where the destination is not
-            empty, prefix_lens is negative or needs more pages than the source holds (no fork is made); BAD_PAGE where
-            an entry of the source is no page with an owner (the destination's entry stays missing), or the stack held
-            something else than a page.
+        prefix_lens: [num_slots] int32, read at the destinations; usually `seq_lens`, which the caller has set to the
+            source's.
+        status: [num_slots] int32, set at the destinations. STALLED is set if a partial page finds no free page (the
+            destination stays empty), and cleared if the fork succeeds. Gains BAD_LENGTH if the destination is not
+            empty, or if prefix_lens is negative or needs more pages than the source has (no fork); BAD_PAGE if an entry
+            of the source is no page with an owner (the destination's entry stays -1), or if the free stack held an
+            invalid id.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
-        [B] int32: rows of the partial page, which `copy_kv` has to copy; 0 where there are none, or no
-        fork was made.
+        [B] int32, the `num_rows` of `copy_kv`: rows of the partial page; 0 if there are none or no fork was made.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; more than 512 rows.
@@ -166,19 +171,20 @@ def fork_pages(
 
 
 def assign_pages(pool: PagePool, src_entries: Tensor, dst_entries: Tensor, *, stream: int | None = None) -> None:
-    """Make entries of the page table name the pages of other entries, as shared pointers are assigned.
+    """Alias page-table entries to the pages of other entries, with reference counts, as a prefix cache does.
 
-    An entry is a number, slot * max_pages + index. Its new page gains an owner, its old one loses one, and is free when
-    it has none left. With entries of slots that nobody runs a host can keep the pages of a slot that ends, give them to
-    another slot, and let go of them, without knowing which pages they are. All sources are taken as they were before
-    the call; destinations let go row after row. `page_counts` stay as they are.
+    An entry is an index into the flattened page table, slot * max_pages + i. Its new page gains an owner; its old page
+    loses one, and is free once it has none. With entries of unused slots a host can keep the pages of a slot that ends,
+    give them to another slot, and release them, without knowing page ids. Sources are read as they were before the
+    call; old pages are released in row order. `page_counts` stays.
 
     Args:
         pool: changed in place.
-        src_entries: [B] int32, B at most 512. One that is no entry, as -1, or has no page with an owner, leaves the
-            destination without a page (-1).
-        dst_entries: [B] int32. One that is no entry, or that an earlier row names, makes an empty row. What was no page
-            with an owner is overwritten and not freed.
+        src_entries: [B] int32, B at most 512. If out of range (as -1), or without a page that has an owner, the
+            destination gets no page (-1).
+        dst_entries: [B] int32. If out of range, or named by an earlier row, the row is skipped. An old value that is no
+            page with an owner is overwritten, not freed.
+        stream: CUDA stream; None: the current one.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; more than 512 rows.
@@ -206,28 +212,34 @@ def write_kv(
 ) -> None:
     """Write row j of request b to KV row `prefix_lens[slot] + row_offset + j` of its slot.
 
-    Empty and stalled slots write nothing; a row that has no place of its own is left out, and the status says why.
+    Empty and stalled slots write nothing. A row whose page is missing or shared is skipped, and sets status bits.
     Requests of one call must not write the same rows.
 
     Args:
-        k, v: [B, Q, Hkv, D], or packed [T, Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16, or float8_e4m3fn
-            for pools of that; free strides except the last.
-        k_pool, v_pool: [num_pages, page_size, Hkv, D] of the same dtype or float8_e4m3fn, free strides except the last;
-            changed in place.
+        k: [B, Q, Hkv, D], or packed [T, Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16, or float8_e4m3fn for
+            such pools; only the last dimension must be contiguous.
+        v: like k.
+        k_pool: [num_pages, page_size, Hkv, D] of k's dtype or float8_e4m3fn; only the last dimension must be
+            contiguous; changed in place.
+        v_pool: like k_pool.
         page_table: [num_slots, max_pages] int32.
         prefix_lens: [num_slots] int32.
-        num_valid: [B] int32, how many of the request's rows are written; None for all.
-        cu_seqlens_q: [B + 1] int32: request b has the packed rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
+        row_offset: added to prefix_lens.
+        slots: [B] int32.
+        num_valid: [B] int32, rows of each request to write. None: all.
+        cu_seqlens_q: [B + 1] int32: request b has packed rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
         page_refs: [num_pages] int32: pages with more than one owner are not written.
-        k_scale, v_scale: what 1.0 in pools that k and v are rounded for stands for: k / k_scale and v / v_scale are
-            rounded to the nearest of their numbers, ties to even, at most 448 in size; NaN stays NaN.
-        status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH where prefix_lens is negative, num_valid exceeds
-            the rows or cu_seqlens_q leaves the input (no row is written), or a row is outside the page table; BAD_PAGE
-            where the row has no page; SHARED_PAGE where its page has more than one owner.
+        k_scale: if k is quantized to float8_e4m3fn: k / k_scale is rounded to nearest, ties to even, saturating at 448;
+            NaN stays NaN.
+        v_scale: the same for v.
+        status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH if prefix_lens is negative, num_valid exceeds the
+            rows or cu_seqlens_q leaves the input (no row is written), or if a row is outside the page table; BAD_PAGE
+            if a row has no page; SHARED_PAGE if its page has more than one owner.
+        stream: CUDA stream; None: the current one.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; a scale that is no finite float32 above 0, or given where
-            nothing is rounded.
+        ValueError: wrong dtype, shape, device or stride; a scale that is not a positive finite float32, or given
+            without quantization.
     """
     _C.write_kv(
         stream,
@@ -261,23 +273,26 @@ def move_kv(
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Bring the KV rows of an accepted path together, in every layer.
+    """Compact the KV rows of accepted tokens, in every layer.
 
-    Row L + path[b, j] goes to L + j for 1 <= j < num_valid[b], with L = prefix_lens[slot]. Rows that are in place
-    already are not touched. Empty and stalled slots move nothing. A move that cannot be made ends the request's moves,
-    and the status says why. Slots of one call must be distinct.
+    Row L + path[b, j] moves to L + j for 1 <= j < num_valid[b], with L = prefix_lens[slot]. Rows already in place are
+    not touched. Empty and stalled slots move nothing. An invalid move ends the moves of its request and sets status
+    bits.
 
     Args:
-        k_pools, v_pools: [layers, num_pages, page_size, Hkv, D] float32, float16 or bfloat16, free strides except the
-            last; changed in place.
+        k_pools: [layers, num_pages, page_size, Hkv, D] float32, float16 or bfloat16; only the last dimension must be
+            contiguous; changed in place.
+        v_pools: like k_pools.
         page_table: [num_slots, max_pages] int32.
-        path: [B, S] int32, from `verify_tree`: 0 first, strictly rising over the valid entries.
+        path: [B, S] int32, from `verify_tree`: starts at 0 and increases strictly over the valid entries.
         num_valid: [B] int32, from `commit_tokens`.
-        prefix_lens: [num_slots] int32.
+        prefix_lens: [num_slots] int32, L before the round.
+        slots: [B] int32, distinct.
         page_refs: [num_pages] int32: pages with more than one owner are not written.
-        status: [num_slots] int32. STALLED is read. Gains BAD_TREE where path does not start at 0 or does not rise,
-            BAD_LENGTH where num_valid is not in 0..S, L is negative or a row is outside the page table, BAD_PAGE where
-            a row has no page, SHARED_PAGE where the destination's page has more than one owner.
+        status: [num_slots] int32. STALLED is read. Gains BAD_TREE if path does not start at 0 or does not increase,
+            BAD_LENGTH if num_valid is not in 0..S, L is negative or a row is outside the page table, BAD_PAGE if a row
+            has no page, SHARED_PAGE if the destination's page has more than one owner.
+        stream: CUDA stream; None: the current one.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride.
@@ -298,26 +313,27 @@ def copy_kv(
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
-    """Copy the last rows of a prefix from slot `src_slots[b]` to `dst_slots[b]`, in every layer.
+    """Copy the last `num_rows[b]` rows of a prefix from slot `src_slots[b]` to `dst_slots[b]`, in every layer.
 
-    These are the last `num_rows[b]` of the first `prefix_lens[dst]` KV rows, which `fork_pages` leaves to copy.
-
-    Rows keep their numbers. Rows with an empty slot on either side, and stalled destinations, copy nothing. A row that
-    has no place on either side is left out, and the destination's status says why. Rows of one call must not write
-    what others read or write.
+    The prefix is the first `prefix_lens[dst]` KV rows; `fork_pages` returns the number of rows to copy. Rows keep their
+    index. Rows with an empty slot on either side, and stalled destinations, copy nothing. A KV row without a page on
+    either side is skipped, and sets status bits of the destination. Rows of one call must not write what others read or
+    write.
 
     Args:
-        k_pools, v_pools: [layers, num_pages, page_size, Hkv, D] float32, float16 or bfloat16, free strides except the
-            last; changed in place.
+        k_pools: [layers, num_pages, page_size, Hkv, D] float32, float16 or bfloat16; only the last dimension must be
+            contiguous; changed in place.
+        v_pools: like k_pools.
         page_table: [num_slots, max_pages] int32.
         src_slots: [B] int32.
         dst_slots: [B] int32.
         prefix_lens: [num_slots] int32, read at the destinations.
         num_rows: [B] int32, from `fork_pages`.
         page_refs: [num_pages] int32: pages with more than one owner are not written.
-        status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH where num_rows is not in 0..prefix_lens or
-            prefix_lens is beyond the page table (no row is copied), BAD_PAGE where a row has no page, SHARED_PAGE where
-            the destination's page has more than one owner.
+        status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH if num_rows is not in 0..prefix_lens or prefix_lens
+            is beyond the page table (no row is copied), BAD_PAGE if a row has no page, SHARED_PAGE if the destination's
+            page has more than one owner.
+        stream: CUDA stream; None: the current one.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride.

@@ -22,8 +22,10 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Apply RMSNorm, `x / rms(x) * weight`; with `residual`, to x + residual.
 
-    Arithmetic is float32; with a residual, the sum is normalized as it is stored. On a GPU the op reads `weight` before
-    the previous kernel on the stream has finished: that kernel must not write it.
+    Arithmetic is float32. With a residual, the sum is first rounded to x's dtype, as it is stored. On a GPU the op
+    reads `weight` before the previous kernel on the stream has finished: that kernel must not write it.
+
+    Source: Zhang and Sennrich, arXiv 1910.07467.
 
     Args:
         x: [T, H] float32, float16 or bfloat16; rows may be strided, here and below.
@@ -32,17 +34,18 @@ def add_rms_norm(
         residual: [T, H] like x, added to it.
         topk_weights: [T, top_k] float32, only with a residual. x is then [T * top_k, H], expert outputs, which are
             combined first, with the same bits as by `moe_combine`.
-        out: the two results, None for one that is to be allocated. The second may be x or residual, and is None without
-            a residual.
-        out_scales: [G, T] float32, to be written: out is then float8_e4m3fn with these scales, equal to `quantize_fp8`
-            of the result, for whole rows (G is 1) or groups of 128. On a GPU rows must then start on 16 bytes.
+        out: preallocated results, None for each one to allocate. The second may be x or residual, and is None without a
+            residual.
+        out_scales: [G, T] float32, written: out is then float8_e4m3fn, equal to `quantize_fp8` of the result, with one
+            scale per row (G is 1) or per 128 elements. On a GPU rows must then be aligned to 16 bytes.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         The normalized rows [T, H], and x + residual [T, H]; without a residual, x itself.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; out[1] or topk_weights without a residual; out_scales with
-            rows off 16 bytes.
+            unaligned rows.
     """
     rows, total = out
     shape = shape_of("add_rms_norm", "x", x, 2)
@@ -74,14 +77,18 @@ def rms_norm_concat(
     On a GPU the op reads the norm weights before the previous kernel on the stream has finished: that kernel must not
     write them.
 
+    Source: EAGLE-3 (Li et al., arXiv 2503.01840).
+
     Args:
         embeddings: [V, H] float32, float16 or bfloat16; rows may be strided, here and below.
         tokens: [T] int32. An index outside its table, here and below, is clamped.
+        embedding_weight: [H] of the same dtype, the norm weight of embeddings.
         features: [F, H] like embeddings.
-        feature_rows: [T] int32, the feature of each row. None: row i reads feature i, and F is T or more.
-        embedding_weight, feature_weight: [H] of the same dtype, the norm weights.
+        feature_weight: [H] of the same dtype, the norm weight of features.
         eps: of both norms, above 0.
-        out: the two results, None for one that is to be allocated.
+        feature_rows: [T] int32, the feature of each row. None: row i reads feature i, and F is at least T.
+        out: preallocated results, None for each one to allocate.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         The concatenated rows [T, 2 * H], embeddings first, and the selected features [T, H], unchanged.
@@ -106,6 +113,8 @@ def silu_and_mul(x: Tensor, *, out: Tensor | None = None, stream: int | None = N
 
     Args:
         x: [T, 2 * I] float32, float16 or bfloat16: gate, then up; rows may be strided.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         out [T, I].
@@ -132,32 +141,35 @@ def small_m_gemm(
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """Compute `x @ weight.T + bias` for few rows, at the speed of reading the weight. Sums are float32.
+    """Compute `x @ weight.T + bias` for small M (1 to 128 rows), bound by the bandwidth that reads the weight.
 
-    The bits of a row do not depend on the other rows. With more than 128 rows cuBLAS is faster: the op reads the weight
-    once per 128 rows (Hopper) or 8. On Hopper it reads `weight` before the previous kernel on the stream has finished:
-    that kernel must not write it.
+    Sums are float32. The bits of a row do not depend on other rows. Above 128 rows cuBLAS is faster: the op reads the
+    weight once per 128 rows (Hopper) or 8 rows (other GPUs). On Hopper it reads `weight` before the previous kernel on
+    the stream has finished: that kernel must not write it.
 
     Args:
-        x: [M, K] float16 or bfloat16, at most 262144 rows, K a multiple of 64.
-        weight: [N, K]; rows of x and weight may be strided, and start on 16 bytes. Gated: [2 * N, K], gate rows, then
-            up rows, N a multiple of 8.
+        x: [M, K] float16 or bfloat16, at most 262144 rows, K a multiple of 64. With x_scales float8_e4m3fn.
+        weight: [N, K]; rows of x and weight may be strided, and are aligned to 16 bytes. Gated: [2 * N, K], gate rows,
+            then up rows, N a multiple of 8.
         bias: one element per weight row, of out's dtype, or None.
-        x_scales, weight_scales: for float8_e4m3fn x and weight, [G, M] and [G, N] float32, whose groups start on 16
-            bytes; one group per row or per 128 elements, as `quantize_fp8` returns them. K is then a multiple of 128, N
-            of 16, the GPU is a Hopper, and out is bfloat16 unless a float16 out is given. weight_scales alone: an INT4
-            weight [N, K / 2] uint8, interleaved as `int4_place` (csrc/layers/gemm/small_m_gemm.h) says, K a multiple of
-            256 and N of 16; the four lowest bits of each scale hold the zero point, and x has 16 bits.
+        x_scales: [G, M] float32, the scales of FP8 x as `quantize_fp8` returns them: one group per row or per 128
+            elements, each aligned to 16 bytes. FP8 needs a Hopper GPU, K a multiple of 128 and N of 16; out is bfloat16
+            unless a float16 out is given.
+        weight_scales: [G, N] float32, the same for an FP8 weight. Without x_scales: for an INT4 weight [N, K / 2]
+            uint8, interleaved as `int4_place` (csrc/layers/gemm/small_m_gemm.h) describes, with x in 16 bits, K a
+            multiple of 256 and N of 16; the four lowest bits of each scale hold the zero point.
         gated: return silu(gate) * up, as `silu_and_mul` would, rounded once.
         plan: force a kernel, for tests and benchmarks: "sm80.mma", or on Hopper "sm90.wgmma", the default there unless
             rows of `x` or `weight` overlap. FP8 and INT4 weights need "sm90.wgmma".
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         out [M, N].
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; too many rows; rows off 16 bytes; a plan that does not exist
-            or that the device cannot run.
+        ValueError: wrong dtype, shape, device or stride; too many rows; unaligned rows; a plan that does not exist or
+            cannot run on the device.
     """
     if out is None:
         rows, _ = shape_of("small_m_gemm", "x", x, 2)
@@ -181,32 +193,35 @@ def moe_grouped_gemm(
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """Multiply rows by the weights of their experts (grouped GEMM), for few rows. Sums are float32.
+    """Multiply rows by the weights of their experts (grouped GEMM), for few rows.
 
-    A selected expert's weight is read once per 32 of its rows (16 if weights have scales, 8 if there are no more rows);
-    other experts are not read. The bits of a row do not depend on the other rows.
+    Sums are float32. A selected expert's weight is read once per 32 of its rows (16 if weights have scales, 8 if there
+    are no more rows); other experts are not read. The bits of a row do not depend on other rows.
 
     Args:
         x: [T, K] float16 or bfloat16; with x_scales float8_e4m3fn, as `quantize_fp8` returns it. K is a multiple of 64,
-            or of 128 if weights have scales; rows may be strided, and start on 16 bytes.
-        weight: [E, N, K] like x, or float8_e4m3fn with scales, at most 1024 experts, N a multiple of 16. Gated: [E,
-            2 * N, K], per expert gate rows, then up rows, N a multiple of 8.
+            or of 128 if weights have scales; rows may be strided, and are aligned to 16 bytes.
+        weight: [E, N, K] like x, or float8_e4m3fn with scales, at most 1024 experts, N a multiple of 16. Gated: [E, 2 *
+            N, K], per expert gate rows, then up rows, N a multiple of 8.
         sorted_pairs: [M] int64, (row, expert) pairs sorted by expert; M is a multiple of T, at most 262144, and pair i
             belongs to row i * T / M. Indices out of range are clamped.
         expert_ends: [E] int32, where each expert's range in `sorted_pairs` ends and the next one's begins.
         weight_scales: [E, G, N] float32, or 2 * N if gated: one group per row or per 128 elements.
         x_scales: [G, T] float32, with as many groups.
         gated: return silu(gate) * up, as `silu_and_mul` would, rounded once.
-        routing_ready: a call with these `sorted_pairs` and `expert_ends` was launched on the stream after they were
-            written, as that of gate and up before that of down. On Hopper the op then reads them, and `weight`, before
-            the previous kernel on the stream has finished: that kernel must not write any of the three.
+        routing_ready: assert that an earlier call on the stream has read these `sorted_pairs` and `expert_ends`, as the
+            gate-up call does before the down call. On Hopper the op then reads both, and `weight`, before the previous
+            kernel on the stream has finished: that kernel must not write any of the three.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         out [M, N], one row per pair, in x's dtype; with x_scales bfloat16, unless a float16 out is given. Rows of pairs
-        that are not in `sorted_pairs` or not before an end are not written; without an `out` they are zeros.
+        that are missing from `sorted_pairs`, or not within any expert's range, are not written; without an `out` they
+        are zeros.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; too many experts or pairs; rows off 16 bytes.
+        ValueError: wrong dtype, shape, device or stride; too many experts or pairs; unaligned rows.
     """
     if out is None:
         outs = shape_of("moe_grouped_gemm", "weight", weight, 3)[1]
@@ -243,13 +258,15 @@ def moe_route(
     out: Routing | None = None,
     stream: int | None = None,
 ) -> Routing:
-    """Select each row's top-k experts and compute their routing weights. One launch for up to 64 rows and 256 experts.
+    """Select each row's top-k experts and compute their routing weights: one launch for up to 64 rows and 256 experts.
 
     Args:
         scores: [T, E] router scores (logits), float32, float16 or bfloat16, at most 1024 experts; rows may be strided.
             Ties go to the lower expert id, and NaN counts as -inf.
         top_k: experts per row, 1 to min(E, 32); T * top_k is at most 262144.
         renormalize: softmax over the scores of the selected experts; else over all.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         Routing: per row the best expert first, and per expert its pairs in row order.
@@ -278,9 +295,11 @@ def moe_combine(
     """Sum each row's expert outputs, weighted by its routing weights: in float32, in order, rounded once.
 
     Args:
-        expert_outputs: [T * top_k, H] float32, float16 or bfloat16; outputs of row r are rows r * top_k to r * top_k +
-            top_k - 1; rows may be strided.
+        expert_outputs: [T * top_k, H] float32, float16 or bfloat16; row r has outputs r * top_k to r * top_k + top_k -
+            1; rows may be strided.
         topk_weights: [T, top_k] float32.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         out [T, H].
@@ -308,20 +327,23 @@ def quantize_fp8(
     """Quantize rows to float8_e4m3fn with dynamic scales, or with a given static one.
 
     A scale is the largest magnitude of its group over 448, and at least 1e-12. Elements are divided by it and rounded
-    to nearest, ties to even, saturating at 448. x and weight of an FP8 GEMM (`small_m_gemm`) are such rows. Source:
-    DeepSeek-V3 (arXiv 2412.19437), section 3.3.2.
+    to nearest, ties to even, saturating at 448. `small_m_gemm` and `moe_grouped_gemm` read such rows and weights.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2.
 
     Args:
         x: [T, W] float32, float16 or bfloat16; rows may be strided.
         group_size: 128 for one scale per 128 elements of a row (the last group may be shorter); None for one per row.
         scale: [1] float32, a static scale for all rows; group_size is then None.
-        out: the two results, None for one that is to be allocated.
+        out: preallocated results, None for each one to allocate.
+        stream: CUDA stream; None: the current one.
 
     Returns:
-        The quantized rows [T, W] float8_e4m3fn, and the scales [G, T] float32, whose G groups each start on 16 bytes.
+        The quantized rows [T, W] float8_e4m3fn, and the scales [G, T] float32, whose G groups are each aligned to 16
+        bytes.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; another group_size; a scale and a group_size.
+        ValueError: wrong dtype, shape, device or stride; another group_size; both scale and group_size.
     """
     quantized, scales = out
     if quantized is None or scales is None:
@@ -342,11 +364,13 @@ def dequantize(
     The inverse of `quantize_fp8`, and the fallback for weights or row counts that `small_m_gemm` does not handle.
 
     Args:
-        qweight: [N, K] float8_e4m3fn, or [N, K / 2] uint8 of INT4: interleaved as in `small_m_gemm`, or, if K is not a
+        qweight: [N, K] float8_e4m3fn, or [N, K / 2] uint8 of INT4: interleaved as for `small_m_gemm`, or, if K is not a
             multiple of 256, adjacent columns in a byte, the first in its lower half.
         scales: [G, N] float32, one group per row or per 128 elements; for INT4 G equal groups, and the four lowest bits
             of a scale hold the zero point.
         dtype: of out, "float32", "float16" or "bfloat16".
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         out [N, K].
@@ -392,15 +416,28 @@ def rope_qkv_write_kv(
     Fuses everything between a layer's QKV projection and its attention. K and V are written as by `write_kv`.
 
     Args:
-        qkv: [B, Q, Hq + 2 * Hkv, D], or packed [T, Hq + 2 * Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16,
-            D 64, 128 or 256: query, key and value heads of every row; free strides except the last.
+        qkv: [B, Q, Hq + 2 * Hkv, D], or packed [T, Hq + 2 * Hkv, D] with cu_seqlens_q; float32, float16 or bfloat16, D
+            64, 128 or 256: query, key and value heads of every row; only the last dimension must be contiguous.
         cos_sin: [num_positions, D] float32: per position D / 2 cosines, then D / 2 sines. Elements d and d + D / 2 of a
             head are rotated together, as in Hugging Face models (NeoX style).
         positions: [B, Q] or packed [T] int32; clamped to the table.
-        k_pool, v_pool, page_table, prefix_lens, row_offset, num_valid, cu_seqlens_q, page_refs, k_scale, v_scale,
-            status: as in `write_kv`. Queries are computed for every row; after the last packed request they are 0.
-        q_norm, k_norm: [D] of qkv's dtype, weights of a per-head RMSNorm; None for none.
+        k_pool: as for `write_kv`, like all arguments up to `status` that concern KV.
+        v_pool: like k_pool.
+        page_table: [num_slots, max_pages] int32.
+        prefix_lens: [num_slots] int32.
+        row_offset: added to prefix_lens.
+        slots: [B] int32.
+        num_valid: [B] int32, rows of each request to write. None: all. Queries are computed for every row.
+        cu_seqlens_q: [B + 1] int32. Queries after the last packed request are 0.
+        q_norm: [D] of qkv's dtype, weight of a per-head RMSNorm. None: no norm.
+        k_norm: the same for keys.
         eps: of both norms, above 0.
+        page_refs: [num_pages] int32.
+        k_scale: scale of keys in FP8 pools.
+        v_scale: scale of values in FP8 pools.
+        status: [num_slots] int32.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
         The queries [B, Q, Hq, D], or [T, Hq, D].

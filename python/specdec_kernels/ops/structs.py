@@ -1,4 +1,4 @@
-"""Structs that pass between the ops of several rooms: candidates of a draft, token trees, accepted tokens."""
+"""Structs that several groups of ops share: draft candidates, token trees, accepted tokens."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ from ._tensor import Tensor
 
 
 class Candidates(NamedTuple):
-    """Every token the draft proposed: k of step 1, then k * k of each later step; a parent has a lower number."""
+    """All tokens that a draft proposed: k of step 1, then k * k of each later step. A parent precedes its children."""
 
     tokens: Tensor  # [B, C] int32, C = k + (num_steps - 1) * k * k
-    parents: Tensor  # [B, C] int32 candidate numbers, -1: the root
+    parents: Tensor  # [B, C] int32 candidate indices, -1: the root
     scores: Tensor  # [B, C] float32 cumulative log-probabilities, -inf where there is no candidate (yet)
 
 
 class Tree(NamedTuple):
-    """A token tree per row: node 0 is the root, parents come before children, N from 1 to 256.
+    """A token tree per row: node 0 is the root, parents come before children, N is 1 to 256.
 
-    Rows of a tree beyond its `num_nodes` carry the root's token, position L, their own mask bit, and -1 elsewhere. An
+    Entries at and after `num_nodes` have the root's token, position L, their own mask bit, and -1 in all links. An
     empty row has no nodes; its tokens and positions are 0.
     """
 
     tokens: Tensor  # [B, N] int32
     parents: Tensor  # [B, N] int32, -1: none
     positions: Tensor  # [B, N] int32, L + depth
-    first_child: Tensor  # [B, N] int32, the lowest-numbered child, -1: none
-    next_sibling: Tensor  # [B, N] int32, the next node with the same parent, -1: none
+    first_child: Tensor  # [B, N] int32, the first child, -1: none
+    next_sibling: Tensor  # [B, N] int32, the next node of the same parent, -1: none
     mask: Tensor  # [B, N, W] int64 bit patterns: bit j of row i, node j is i or an ancestor of i
     num_nodes: Tensor  # [B] int32, including the root
 
     def dense_mask(self) -> Tensor:
-        """Return the mask with one bool for each pair of nodes, for attention that takes a dense mask.
+        """Return the mask with one bool per pair of nodes, for attention that takes a dense mask.
 
         Returns:
-            [B, N, N] bool, of torch or NumPy as the tree is: node i sees node j. For
-            `torch.nn.functional.scaled_dot_product_attention` it is the part of `attn_mask` over the tree's own keys,
-            for FlexAttention what a `mask_mod` looks up.
+            [B, N, N] bool, torch or NumPy as the tree is: node i sees node j. It is the tree's part of `attn_mask` for
+            `torch.nn.functional.scaled_dot_product_attention`, and the lookup table of a `mask_mod` for FlexAttention.
         """
         batch, nodes, words = self.mask.shape
         bits = (self.mask[..., None] >> bit_numbers(self.mask)) & 1
@@ -45,17 +44,17 @@ class Tree(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What a round's verification emits; rows of fixed width S with `num_valid` of each in use."""
+    """The tokens that verification of a round emitted, in rows of width S."""
 
     tokens: Tensor  # [B, S] int32: accepted drafts, then the bonus token, then -1
-    num_valid: Tensor  # [B] int32
-    path: Tensor  # [B, S] int32: the tree node whose logits gave each token (root first, rising), the last repeated
+    num_valid: Tensor  # [B] int32, valid entries of each row
+    path: Tensor  # [B, S] int32: the tree node whose logits gave each token (root first, increasing); the last repeats
 
 
 def tree_outputs(op: str, name: str, like: Tensor, nodes: int | None, ndim: int = 2) -> Tree:
-    """Allocate a tree with as many rows as `like`, of `nodes` nodes (None: as `like`)."""
+    """Allocate a tree with as many rows as `like`, of `nodes` nodes (None: as many as `like` has columns)."""
     batch, *columns = shape_of(op, name, like, ndim)
-    nodes = max(columns[0] if nodes is None else nodes, 0)  # the op itself refuses a number out of range
+    nodes = max(columns[0] if nodes is None else nodes, 0)  # the op itself refuses a size out of range
     row = (batch, nodes)
     return Tree(
         empty(op, like, row, "int32"),

@@ -1,15 +1,17 @@
-"""Tree ops: build, merge and pack token trees, and allocate a batch's verify budget to their nodes."""
+"""Tree ops: build, merge and pack token trees, and divide a batch's row budget among them."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 from .. import _C
+from .._deprecated import takes_old_arguments
 from ._alloc import empty, shape_of, wrong_type
 from ._tensor import Tensor
 from .structs import Candidates, Tree, tree_outputs
 
 
+@takes_old_arguments
 def build_tree(
     candidates: Candidates,
     root_tokens: Tensor,
@@ -23,31 +25,33 @@ def build_tree(
     out_scores: Tensor | None = None,
     stream: int | None = None,
 ) -> Tree:
-    """Choose the best candidates of a draft and emit them as a tree, in one launch.
+    """Build a tree from the best candidates of a draft, in one launch.
 
-    Nodes 1, 2, ... are the best N - 1 candidates by score, ties to the lower candidate number. Scores never rise along
-    a path and parents have lower numbers, so parents come before children and siblings stand best first; and a smaller
-    N gives a prefix of the same tree. `order="given"` takes candidates in their own order instead, for a topology that
-    was fixed before the draw. A score of -inf (or NaN) means no candidate, in both orders. A chain is k = 1.
+    Nodes 1, 2, ... are the best N - 1 candidates by score, ties to the lower candidate. Scores never increase along a
+    path, so parents come before children and siblings are sorted best first; a smaller N gives a prefix of the same
+    tree. `order="given"` takes candidates in their own order instead, for a topology that was fixed before sampling. A
+    score of -inf (or NaN) means no candidate, in both orders. k = 1 gives a chain.
 
-    A candidate that scores above its parent, or whose parent is neither -1 nor a candidate with a lower number, is left
-    out with its descendants, and sets Status BAD_TREE whether or not it would have been chosen.
+    A candidate that scores above its parent, or whose parent is neither -1 nor an earlier candidate, is omitted with
+    its descendants, and sets BAD_TREE whether or not it would have been chosen.
 
     Args:
         candidates: as `expand_tree` leaves them; C may be 0.
-        root_tokens, seq_lens: [num_slots] int32, the last emitted token and L.
+        root_tokens: [num_slots] int32, the last emitted token of each slot.
+        seq_lens: [num_slots] int32, L.
         num_nodes: N, 1 to 256.
         slots: [B] int32.
         order: "score" or "given".
-        status: [num_slots] int32, sticky bits.
-        out_scores: [B, N] float32, written if it is given: the score of each node, 0 for the root, -inf where there is
-            none.
+        status: [num_slots] int32. Gains BAD_TREE.
+        out: preallocated result.
+        out_scores: [B, N] float32, written if given: the score of each node, 0 for the root, -inf after num_nodes.
+        stream: CUDA stream; None: the current one.
 
     Returns:
-        Tree; every element of it is written.
+        Tree; every element is written.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; N or the order out of range.
+        ValueError: wrong dtype, shape, device or stride; num_nodes or order out of range.
     """
     if not isinstance(candidates, Candidates):
         raise wrong_type("build_tree", "candidates", candidates, Candidates)
@@ -70,21 +74,23 @@ def build_tree_from_parents(
     out: Tree | None = None,
     stream: int | None = None,
 ) -> Tree:
-    """Build a tree from parent pointers. Siblings may carry the same token.
+    """Build a tree from parent indices. Siblings may have the same token.
 
-    A row with a child before its parent, a second root, a parent out of range, or `num_nodes` outside 1 to N is
-    refused: it becomes the root alone and sets Status BAD_TREE.
+    A row is malformed if a child precedes its parent, if it has a second root or a parent out of range, or if
+    `num_nodes` is outside 1 to N. It becomes the root alone and sets BAD_TREE.
 
     Args:
         tokens: [B, N] int32, the root first, N from 1 to 256.
-        parents: [B, N] int32, -1 for node 0 and a lower node for every other.
+        parents: [B, N] int32, -1 for node 0 and an earlier node for every other.
         seq_lens: [num_slots] int32, L.
-        num_nodes: [B] int32, how many rows are nodes; None: all N. What lies behind is ignored.
+        num_nodes: [B] int32, nodes of each row; later entries are ignored. None: all N.
         slots: [B] int32.
-        status: [num_slots] int32, sticky bits.
+        status: [num_slots] int32. Gains BAD_TREE.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
-        Tree; every element of it is written.
+        Tree; every element is written.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; N out of range.
@@ -108,22 +114,24 @@ def build_tree_from_mask(
     out: Tree | None = None,
     stream: int | None = None,
 ) -> Tree:
-    """Build a tree from an ancestor mask. Siblings may carry the same token.
+    """Build a tree from an ancestor mask. Siblings may have the same token.
 
-    Each row must be its parent's row and its own bit, and row 0 bit 0 alone. A mask with a missing root or own bit, a
-    bit above the diagonal, or a row that is not closed under ancestors, and `num_nodes` outside 1 to N, are refused:
-    the row becomes the root alone and sets Status BAD_TREE.
+    Mask row 0 must be bit 0 alone, and every other row its parent's row and its own bit. A row of the batch is
+    malformed if its mask lacks a root or own bit, has a bit above the diagonal, or is not closed under ancestors, or if
+    `num_nodes` is outside 1 to N. It becomes the root alone and sets BAD_TREE.
 
     Args:
         tokens: [B, N] int32, the root first, N from 1 to 256.
         mask: [B, N, W] int64 bit patterns, bit j of row i: node j is i or an ancestor of i.
         seq_lens: [num_slots] int32, L.
-        num_nodes: [B] int32, how many rows are nodes; None: all N. What lies behind is ignored.
+        num_nodes: [B] int32, nodes of each row; later entries are ignored. None: all N.
         slots: [B] int32.
-        status: [num_slots] int32, sticky bits.
+        status: [num_slots] int32. Gains BAD_TREE.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
-        Tree; every element of it is written.
+        Tree; every element is written.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; N out of range.
@@ -136,6 +144,7 @@ def build_tree_from_mask(
     return out
 
 
+@takes_old_arguments
 def merge_trees(
     a: Tree,
     a_scores: Tensor,
@@ -146,28 +155,29 @@ def merge_trees(
     out: tuple[Tree, Tensor] | None = None,
     stream: int | None = None,
 ) -> tuple[Tree, Tensor]:
-    """Merge two drafts of the same requests (of an n-gram index and a model, say) and keep the best nodes.
+    """Merge two drafts of the same requests (such as an n-gram index's and a model's) and keep the best nodes.
 
-    Nodes with the same tokens on their paths become one, with the better of their scores; a score above that of a node
-    before it on the path counts as that one's. Nodes 1, 2, ... of the result are the best N - 1 by score, ties to `a`
-    and then to the lower number, so that parents come before children, siblings stand best first, and a smaller N gives
-    a prefix of the same tree.
+    Nodes with equal paths of tokens become one, with the better score; a score above an ancestor's counts as the
+    ancestor's. Nodes 1, 2, ... of the result are the best N - 1 by score, ties to `a` and then to the lower node, so
+    parents come before children, siblings are sorted best first, and a smaller N gives a prefix of the same tree.
 
-    A node whose score is -inf or NaN, or whose parent is not an earlier node, is left out with its descendants. A row
-    of `b` with another root than `a`'s is left out; where `a` has an empty row, it is all there is.
+    A node whose score is -inf or NaN, or whose parent is not an earlier node, is omitted with its descendants. If the
+    roots of `a` and `b` differ, the row of `b` is omitted; if the row of `a` is empty, the result is that of `b`.
 
     Args:
-        a, b: trees of [B, Na] and [B, Nb] nodes, 1 to 256 each; tokens, parents, num_nodes and the root's position
-            are read.
-        a_scores, b_scores: [B, Na] and [B, Nb] float32, log-probability of each node given the text before the tree;
-            the root's is ignored.
+        a: tree of [B, Na] nodes, 1 to 256; tokens, parents, num_nodes and the root's position are read.
+        a_scores: [B, Na] float32, log-probability of each node given the text before the tree; the root's is ignored.
+        b: tree of [B, Nb] nodes, read like a.
+        b_scores: [B, Nb] float32, like a_scores.
         num_nodes: N, 1 to 256.
+        out: preallocated results.
+        stream: CUDA stream; None: the current one.
 
     Returns:
-        Tree, and scores [B, N] float32: of each node, 0 for the root, -inf behind `num_nodes`.
+        Tree, and scores [B, N] float32 of its nodes: 0 for the root, -inf after `num_nodes`.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; N out of range.
+        ValueError: wrong dtype, shape, device or stride; num_nodes out of range.
     """
     op = "merge_trees"
     if not isinstance(a, Tree):
@@ -201,12 +211,12 @@ def merge_trees(
 
 
 class NodeAllocation(NamedTuple):
-    """What each request gets of a budget of rows for the whole batch."""
+    """The nodes of each request under a budget of rows for the whole batch."""
 
-    num_nodes: Tensor  # [B] int32: nodes, from the first on, the root included; 0 for an empty row
-    cu_seqlens: Tensor  # [B + 1] int32: request b has the packed rows cu_seqlens[b] to cu_seqlens[b + 1] - 1
-    expected: Tensor  # [R] float32: tokens that a round of so many rows emits, by the scores
-    cuts: Tensor  # [R] float32: the score of the worst node taken; inf where there are but roots, -inf where all are
+    num_nodes: Tensor  # [B] int32: leading nodes, the root included; 0 for an empty row
+    cu_seqlens: Tensor  # [B + 1] int32: request b has packed rows cu_seqlens[b] to cu_seqlens[b + 1] - 1
+    expected: Tensor  # [R] float32: expected tokens of a round with each level's rows
+    cuts: Tensor  # [R] float32: the worst selected score; inf if only roots fit, -inf if all nodes do
 
 
 def allocate_nodes(
@@ -222,30 +232,32 @@ def allocate_nodes(
     out: NodeAllocation | None = None,
     stream: int | None = None,
 ) -> NodeAllocation:
-    """Which nodes of a batch are verified under one budget of rows: the likeliest of all requests' together.
+    """Divide a batch's budget of rows: verify the most likely nodes of all requests together.
 
-    Every request that is there gets its root; the rest of the budget goes to the nodes with the best scores in the
-    batch, ties to the lower request and then to the lower node. A score is the log-probability of a path, so it is
-    what a node adds to the tokens that its round is expected to emit, and no other choice of as many nodes adds more.
-    Nodes stand best first, so that what a request gets is the beginning of its list, and closed under ancestors:
-    `build_tree` with order="score", `merge_trees` and `NgramIndex.draft` have them so, and `merge_trees` of a tree with
-    itself orders any other.
+    Every active request gets its root. The rest of the budget goes to the best scores of the whole batch, ties to the
+    lower request and then to the lower node. A score is the log-probability of a path, so its exponential is what the
+    node adds to the expected tokens of the round, and no other choice of as many nodes expects more. Nodes are sorted
+    best first, so a request gets a prefix of its nodes, which is closed under ancestors. `build_tree` with
+    order="score", `merge_trees` and `NgramIndex.draft` sort nodes this way; merging a tree with itself sorts any other.
 
     Args:
-        scores: [B, N] float32, N from 1 to 256 and B * N at most 65536: of each request's nodes, never rising along a
-            row; the root's is not read. -inf (and NaN) is no node, and what is above 0 counts as 0. A row that rises
-            gets some number of nodes, the same on both devices.
+        scores: [B, N] float32, N from 1 to 256 and B * N at most 65536: of each request's nodes, never increasing along
+            a row; the root's is not read. -inf (or NaN) means no node; above 0 counts as 0. An increasing row gets an
+            arbitrary number of nodes, the same on CPU and GPU.
         budget: rows of the batch, roots included, at least B.
-        slots: [B] int32; where it is below 0 the row is empty and gets no node. None: row b is slot b.
-        max_nodes: [num_slots] int32: nodes that a slot's request gets at most, the root included; 1 (and below) is the
-            root alone. None: N.
-        finish_reasons, status: [num_slots] int32: rows whose request has finished (not 0), or is stalled, are empty.
-        budget_levels: [R] int32, other budgets, which `expected` and `cuts` report on. A level below the number of
-            roots takes the roots. None: R is 0.
-        level_limits: [R] int32: most nodes of any request at each level. None: N.
+        slots: [B] int32. A row with a negative slot is empty and gets no node.
+        max_nodes: [num_slots] int32: node limit of each slot's request, the root included; 1 (and below) is the root
+            alone. None: N.
+        finish_reasons: [num_slots] int32: rows of finished requests (not 0) are empty.
+        status: [num_slots] int32: rows of stalled slots are empty.
+        budget_levels: [R] int32, alternative budgets, which `expected` and `cuts` report on. A level below the number
+            of roots counts as that number. None: R is 0.
+        level_limits: [R] int32: node limit of every request at each level. None: N.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
-        NodeAllocation. Probabilities are summed in whole 2^-40, so that all of it is the same on both devices.
+        NodeAllocation. Probabilities are summed as integer multiples of 2^-40, so results are equal on CPU and GPU.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; a budget below B; too many nodes; level_limits without
@@ -270,34 +282,37 @@ def allocate_nodes(
 
 
 class PackedNodes(NamedTuple):
-    """The nodes of a batch's trees as rows without gaps; rows behind the last request belong to nobody."""
+    """The nodes of a batch's trees as consecutive rows; rows after the last request are unused."""
 
-    tokens: Tensor  # [M] int32, 0 for a row of nobody
-    positions: Tensor  # [M] int32, 0 for a row of nobody
-    mask: Tensor  # [M, W] int64 bit patterns, as in Tree; nothing for a row of nobody
-    scores: Tensor  # [M] float32, -inf for a row of nobody
+    tokens: Tensor  # [M] int32, 0 for an unused row
+    positions: Tensor  # [M] int32, 0 for an unused row
+    mask: Tensor  # [M, W] int64 bit patterns, as in Tree; 0 for an unused row
+    scores: Tensor  # [M] float32, -inf for an unused row
 
 
+@takes_old_arguments
 def pack_trees(
     tree: Tree,
     scores: Tensor,
-    shares: NodeAllocation,
+    allocation: NodeAllocation,
     num_rows: int,
     *,
     out: PackedNodes | None = None,
     stream: int | None = None,
 ) -> PackedNodes:
-    """Cut each tree to its share of nodes, and list these as packed rows: request b's at `shares.cu_seqlens[b]` on.
+    """Truncate each tree to its allocated nodes, and write these as packed rows: request b's from `cu_seqlens[b]` on.
 
     Args:
-        tree: [B, N], changed in place: nodes beyond a request's share become unused ones, with no link to them.
-            Parents come before children, so the first nodes of any tree are one.
+        tree: [B, N], changed in place: nodes after the allocated ones become unused, and no link names them. Parents
+            come before children, so the first nodes of any tree are a tree.
         scores: [B, N] float32, of its nodes.
-        shares: num_nodes and cu_seqlens are read; a request with more of them than nodes keeps those it has.
-        num_rows: M, of the packed rows, at least `shares.cu_seqlens[B]`; what has no row in 0..M - 1 gets none.
+        allocation: num_nodes and cu_seqlens are read; a request with fewer nodes than allocated keeps them all.
+        num_rows: M, the packed rows, at least `cu_seqlens[B]`; nodes whose row is not in 0..M - 1 are omitted.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
 
     Returns:
-        PackedNodes; every element of it is written.
+        PackedNodes; every element is written.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; num_rows below 0.
@@ -305,11 +320,11 @@ def pack_trees(
     op = "pack_trees"
     if not isinstance(tree, Tree):
         raise wrong_type(op, "tree", tree, Tree)
-    if not isinstance(shares, NodeAllocation):
-        raise wrong_type(op, "shares", shares, NodeAllocation)
+    if not isinstance(allocation, NodeAllocation):
+        raise wrong_type(op, "allocation", allocation, NodeAllocation)
     if out is None:
         words = shape_of(op, "tree.mask", tree.mask, 3)[2]
-        rows = max(num_rows, 0)  # a bad number is for the op to name
+        rows = max(num_rows, 0)  # the op itself refuses a negative number
         out = PackedNodes(
             tokens=empty(op, scores, (rows,), "int32"),
             positions=empty(op, scores, (rows,), "int32"),
@@ -318,5 +333,5 @@ def pack_trees(
         )
     elif not isinstance(out, PackedNodes):
         raise wrong_type(op, "out", out, PackedNodes)
-    _C.pack_trees(stream, *tree, scores, shares.num_nodes, shares.cu_seqlens, num_rows, *out)
+    _C.pack_trees(stream, *tree, scores, allocation.num_nodes, allocation.cu_seqlens, num_rows, *out)
     return out

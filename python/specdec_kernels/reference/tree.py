@@ -168,10 +168,10 @@ def allocate_nodes(
     return NodeAllocation(num_nodes, ends, torch.tensor(expected).float(), torch.tensor(cuts).float())
 
 
-def pack_trees(tree: Tree, scores: Tensor, shares: NodeAllocation, num_rows: int) -> PackedNodes:
+def pack_trees(tree: Tree, scores: Tensor, allocation: NodeAllocation, num_rows: int) -> PackedNodes:
     """Rebuild the truncated trees in place of the whole ones, and concatenate their nodes."""
     nodes = tree.tokens.shape[1]
-    kept = [min(int(n), int(m)) for n, m in zip(shares.num_nodes, tree.num_nodes, strict=True)]
+    kept = [min(int(n), int(m)) for n, m in zip(allocation.num_nodes, tree.num_nodes, strict=True)]
     heads = [(int(tree.tokens[b, 0]), int(tree.positions[b, 0])) if n else (0, 0) for b, n in enumerate(kept)]
     cut = stack(
         [
@@ -187,7 +187,7 @@ def pack_trees(tree: Tree, scores: Tensor, shares: NodeAllocation, num_rows: int
         torch.full((num_rows,), -torch.inf),
     )
     for b, n in enumerate(kept):
-        first = int(shares.cu_seqlens[b])
+        first = int(allocation.cu_seqlens[b])
         for out, of in zip(packed, (cut.tokens, cut.positions, cut.mask, scores), strict=True):
             out[first : first + n] = of[b, :n]
     for whole, part in zip(tree, cut, strict=True):
