@@ -27,6 +27,7 @@ import specdec_kernels as sd
 
 from ..ops.harness import Result
 from .drafter import Drafter
+from .ngram_baselines import ngram_drafters
 
 NAME = "ngram_replay"
 PIECES = re.compile(r"\n[ \t]*| ?[^\W\d_]{1,8}|\d{1,3}| ?[^\w\s]|\s|_")
@@ -182,19 +183,14 @@ def measure_replay(
 ) -> Iterator[Result]:
     """Replay every workload with every number of drafts, and yield results.
 
-    Args:
-        name: of the text, in the record.
-        warm: numbers of tokens that the index starts with.
-        options: of the index's draft.
-        baselines: other packages' drafters as well, where they are installed.
+    The record calls the text `name`. An index starts empty, and with each of the `warm` numbers of tokens; it drafts
+    with `options`. `baselines` adds the installed drafters of other packages.
     """
     asked = sum(map(len, text.requests))
     makers: dict[str, Callable[[int, int], Drafter]] = {
         "index": lambda drafts, held: Index(drafts, max(held, 1 << 17) + asked, options)
     }
     if baselines:
-        from ..ops.baselines.ngram import ngram_drafters
-
         makers |= {name: lambda drafts, held, make=make: make(drafts) for name, make in ngram_drafters().items()}
     for workload, held in [("cold", 0), *((f"warm {held:.0e}", held) for held in warm), ("edit", 0)]:
         for count in drafts:

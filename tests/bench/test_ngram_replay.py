@@ -79,7 +79,7 @@ class Canned:
 
 
 def test_replay_calls_other_drafters_as_their_engines_do() -> None:
-    baselines: Any = import_module("specdec_kernels.bench.ops.baselines.ngram")
+    baselines: Any = import_module("specdec_kernels.bench.engine.ngram_baselines")
     found = SimpleNamespace(token_ids=[4, 5, 6], parents=[-1, 0, -1])
     cache = Canned(speculate=found)
     trees = baselines.SuffixTrees(SimpleNamespace(SuffixDecodingCache=lambda **_: cache), 3, depth=2, tree=True)

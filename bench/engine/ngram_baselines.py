@@ -1,7 +1,7 @@
 """Arctic's suffix decoding, SGLang's n-gram trie and vLLM's prompt lookup, called as their engines call them.
 
-`bench/engine/ngram_replay.py` uses them. All run on the CPU. Written for arctic-inference 0.3.0, which needs only NumPy
-for this, sglang 0.5.23, whose trie is compiled on first use, and vllm 0.26.0, whose lookup Numba compiles.
+All run on the CPU. Written for arctic-inference 0.3.0, which needs only NumPy for this, sglang 0.5.23, whose trie is
+compiled on first use, and vllm 0.26.0, whose lookup Numba compiles.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.drafter import Drafter
-from . import installed
+from ..ops.baselines import installed
+from .drafter import Drafter
 
 TRIE_DEPTH, TRIE_NODES = 18, 10_000_000  # sglang's defaults
 LOOKUP = 5  # tokens that must match, vllm's default; its users set matches down to 2
-MOST_TOKENS = 1 << 14  # per request
-EVERY_LENGTH = 1e6
+MAX_TOKENS = 1 << 14  # per request
+UNLIMITED = 1e6
 
 
 class SuffixTrees(Drafter):
@@ -26,7 +26,7 @@ class SuffixTrees(Drafter):
 
     def __init__(self, package: Any, drafts: int, *, depth: int, tree: bool) -> None:
         self._cache = package.SuffixDecodingCache(max_tree_depth=depth)
-        factor = EVERY_LENGTH if tree else 1.0  # its default: as many drafts as matching tokens
+        factor = UNLIMITED if tree else 1.0  # its default: as many drafts as matching tokens
         self._options = {"max_spec_tokens": drafts, "max_spec_factor": factor, "use_tree_spec": tree}
         self._depth, self._request = depth, 0
 
@@ -53,9 +53,9 @@ class SuffixTrees(Drafter):
 
 
 class Trie(Drafter):
-    """SGLang: a trie of pieces of 18 tokens, which gets the last ones before each draft.
+    """SGLang: a trie of 18-token n-grams, which gets the last tokens before each draft.
 
-    `prompts`: it gets the prompts as well, which its engine does not do.
+    With `prompts` it gets the prompts as well, which its engine does not do.
     """
 
     def __init__(self, package: Any, drafts: int, *, prompts: bool) -> None:
@@ -77,7 +77,7 @@ class Trie(Drafter):
             self._insert(prompt)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._insert(self._context[-TRIE_DEPTH:])  # a round late, as in its engine
+        self._insert(self._context[-TRIE_DEPTH:])  # one round late, as in its engine
         self._context += tokens
 
     def draft(self) -> Any:
@@ -85,10 +85,10 @@ class Trie(Drafter):
 
     def nodes(self, found: Any) -> tuple[list[int], list[int]]:
         tokens, mask = found[0].tolist(), found[1].reshape(len(found[0]), -1)
-        # Ancestors come before their children. Unused room is filled with token 0, which no text here has.
+        # Ancestors come before their children. Unused entries hold token 0, which no text here has.
         kept = [i for i, token in enumerate(tokens) if i == 0 or token != 0]
-        number = {node: i for i, node in enumerate(kept)}
-        parents = [-1 if i == 0 else number[int(mask[i, :i].nonzero()[0][-1])] for i in kept]
+        index = {node: i for i, node in enumerate(kept)}
+        parents = [-1 if i == 0 else index[int(mask[i, :i].nonzero()[0][-1])] for i in kept]
         return [tokens[i] for i in kept], parents
 
 
@@ -101,13 +101,13 @@ class PromptLookup(Drafter):
                 speculative_config=SimpleNamespace(
                     prompt_lookup_min=shortest, prompt_lookup_max=LOOKUP, num_speculative_tokens=drafts
                 ),
-                model_config=SimpleNamespace(max_model_len=MOST_TOKENS),
+                model_config=SimpleNamespace(max_model_len=MAX_TOKENS),
                 scheduler_config=SimpleNamespace(max_num_seqs=1024),
                 parallel_config=SimpleNamespace(tensor_parallel_size=1),
             )
         )
         self._drafts = drafts
-        self._text = np.zeros((1, MOST_TOKENS), np.int32)
+        self._text = np.zeros((1, MAX_TOKENS), np.int32)
         self._length = np.zeros(1, np.int32)
 
     def learn(self, document: Sequence[int]) -> None:
@@ -135,7 +135,7 @@ class PromptLookup(Drafter):
 
 
 def ngram_drafters() -> dict[str, Callable[[int], Drafter]]:
-    """Return functions that make drafters for a number of drafts, by name: as served, and at their best."""
+    """Return constructors of drafters, which take the number of drafts, by name: as served, and at their best."""
     drafters: dict[str, Callable[[int], Drafter]] = {}
     if arctic := installed("arctic_inference.suffix_decoding"):
         drafters["arctic"] = lambda drafts: SuffixTrees(arctic, drafts, depth=24, tree=False)
