@@ -3,7 +3,7 @@
     python examples/minimal_engine.py "import os" "def quicksort(items):"
 
 Everything that an engine of your own has to do around the ops is here, and nothing else: no transformers, no scheduler,
-none of the package's engine. docs/round.md says why each row stands where it does.
+none of the package's engine. docs/round.md explains the layout of the rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Weights:
         return self.linear(f"{name}.down_proj", gated)
 
     def attention(self, name: str, layer: int, x: Tensor, positions: Tensor, write: dict, see: dict) -> Tensor:
-        """Writes the rows of `x` [B, Q, H] into the layer's pages, then attends over them."""
+        """Write the rows of `x` [B, Q, H] to the layer's pages, then attend over them."""
         q, k, v = (
             self.linear(f"{name}.{which}_proj", x).unflatten(-1, (-1, self.config["head_dim"])) for which in "qkv"
         )
@@ -68,7 +68,7 @@ class Weights:
 
 
 class MinimalEngine:
-    """Slots hold the requests that run. All state between rounds is a tensor with a row for each slot."""
+    """An engine with a slot for each running request. State between rounds is tensors with a row per slot."""
 
     def __init__(self, target: Path, head: Path, device: str = "cpu") -> None:
         self.device = device
@@ -84,7 +84,7 @@ class MinimalEngine:
         self.state = sd.make_slot_state(SLOTS, MAX_LEN, 1, like)
         self.state.stop_tokens.fill_(self.target.config["eos_token_id"])
         self.pool = sd.make_page_pool(SLOTS * max_pages, SLOTS, max_pages, PAGE, like)
-        # The draft's: each root's best children, and the head's output that they share as their feature.
+        # State of the draft: each root's best children, and the head's output, which is the feature of them all.
         self.child_ids = self.ints(SLOTS, TOPK)
         self.child_logprobs = torch.zeros(SLOTS, TOPK, device=device)
         self.last_hidden = torch.zeros(SLOTS, hidden, device=device)
@@ -92,7 +92,7 @@ class MinimalEngine:
     def ints(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
-    # --- the two models: rows [B, Q] of some slots, at KV rows `prefix_lens` + `offset` and behind
+    # --- the two models: rows [B, Q] of some slots, from KV row `prefix_lens` + `offset` on
 
     def rows(
         self, slots: Tensor, prefix_lens: Tensor, *, tail: int, valid: Tensor | None = None, **options
@@ -104,7 +104,7 @@ class MinimalEngine:
         return write, see
 
     def run_target(self, tokens: Tensor, positions: Tensor, write: dict, see: dict) -> tuple[Tensor, Tensor]:
-        """Final hidden states [B, Q, H], and the features of the rows [B, Q, 3 H]: what enters some of the layers."""
+        """Return the final hidden states [B, Q, H] and the features [B, Q, 3 H], the inputs of three layers."""
         w, features = self.target, []
         x = w.tensors["model.embed_tokens.weight"][tokens]
         for layer in range(w.config["num_hidden_layers"]):
@@ -116,7 +116,7 @@ class MinimalEngine:
         return w.norm("model.norm", x), torch.cat(features, dim=-1)
 
     def run_head(self, tokens: Tensor, features: Tensor, positions: Tensor, write: dict, see: dict) -> Tensor:
-        """The head's output [B, Q, H] for pairs of a token and the feature of the position before it."""
+        """Return the head's output [B, Q, H] for pairs of a token and the feature of the previous position."""
         w = self.head
         embedding = self.target.tensors["model.embed_tokens.weight"][tokens]
         pair = torch.cat([w.norm("midlayer.input_layernorm", embedding), w.norm("midlayer.hidden_norm", features)], -1)
@@ -133,7 +133,7 @@ class MinimalEngine:
     # --- a request's life
 
     def admit(self, slot: int, prompt: list[int], max_new_tokens: int) -> None:
-        """Runs all of the prompt but its last token, which is the root of the first round's tree."""
+        """Prefill the prompt but for its last token, which is the root of the first round's tree."""
         slots, text = self.ints(1) + slot, torch.tensor([prompt], dtype=torch.int32, device=self.device)
         length = len(prompt) - 1
         state = self.state
@@ -167,7 +167,7 @@ class MinimalEngine:
         return sd.build_tree(candidates, state.root_tokens, state.seq_lens, NODES, slots=slots)
 
     def round(self, slots: Tensor) -> list[list[int]]:
-        """One round of these slots; returns the tokens that each of them gained."""
+        """Run one round of these slots and return the new tokens of each."""
         state = self.state
         sd.alloc_pages(self.pool, state.seq_lens, RESERVE, slots=slots, status=state.status)
         tree = self.draft(slots)
@@ -180,7 +180,7 @@ class MinimalEngine:
         where = self.pool.page_table, accepted.path, num_valid, state.prefix_lens
         sd.move_kv(*pools, *where, slots=slots, status=state.status)
 
-        # Draft-extend: the head runs over what was accepted; its last valid row begins the next round.
+        # Draft-extend: the head runs over the accepted tokens; its last valid row starts the next round.
         path = accepted.path.long()[:, :, None].expand(-1, -1, features.shape[-1])
         positions = state.prefix_lens[slots][:, None] + torch.arange(STEPS + 1, device=self.device)
         rows = self.rows(slots, state.prefix_lens, tail=STEPS + 1, valid=num_valid)
@@ -192,9 +192,9 @@ class MinimalEngine:
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-        """Greedy continuations of prompts, each shorter than MAX_LEN; more prompts than slots wait their turn."""
+        """Continue prompts greedily, each shorter than MAX_LEN; prompts beyond the slots wait their turn."""
         outputs: list[list[int]] = [[] for _ in prompts]
-        waiting, running = deque(range(len(prompts))), dict[int, int]()  # request numbers; slot -> request
+        waiting, running = deque(range(len(prompts))), dict[int, int]()  # indices of requests; slot -> request
         while waiting or running:
             for slot in range(SLOTS):
                 if waiting and slot not in running:
@@ -206,7 +206,7 @@ class MinimalEngine:
             for slot in [slot for slot in running if self.state.finish_reasons[slot]]:
                 sd.free_pages(self.pool, torch.zeros_like(self.state.seq_lens), slots=self.ints(1) + slot)
                 del running[slot]
-        assert not self.state.status.any(), "the ops found something wrong in the state"
+        assert not self.state.status.any(), "an op found invalid state"
         return outputs
 
 

@@ -1,6 +1,6 @@
-"""The build backend that pip calls: scikit-build-core, which also asks for CUTLASS where nvcc will compile.
+"""The build backend that pip calls: scikit-build-core, with CUTLASS as a requirement if nvcc will compile.
 
-`build-system.requires` cannot say "where nvcc is", and CUTLASS's wheel is of no use to a build for the CPU alone.
+`build-system.requires` cannot depend on nvcc, and a build for the CPU alone does not need CUTLASS's wheel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CUTLASS = "nvidia-cutlass>=4.2"  # its headers
 
 
 def needs_cutlass() -> bool:
-    """Whether CMake will find a CUDA compiler and has not been told to leave it alone."""
+    """Return whether CMake will find a CUDA compiler, and SPECDEC_CUDA does not disable it."""
     wanted = os.environ.get("SPECDEC_CUDA", "ON").upper() not in ("OFF", "0", "NO", "FALSE")
     return wanted and ("CUDACXX" in os.environ or shutil.which("nvcc") is not None)
 

@@ -55,8 +55,11 @@ class Comparison:
 
     Attributes:
         layers: of the model, None: the shape's.
-        acceptance, drafter: domain and published drafter whose acceptance the drafts have.
-        input, output, short: tokens of a prompt, of the long run, and of the short run that is subtracted.
+        acceptance: domain whose acceptance the drafts have.
+        drafter: published drafter whose acceptance they have.
+        input: tokens of a prompt.
+        output: tokens of the long run.
+        short: tokens of the short run, whose time is subtracted.
         repeats: runs whose median counts.
         max_len: of the engines, None: what requests need.
         limit: seconds of a process.
@@ -223,9 +226,7 @@ def run_engine(
 ) -> tuple[list[Result], dict[str, Any]]:
     """Run one process; return a result for each batch size, and what the engine reports about itself.
 
-    Args:
-        batches: the runs of each batch size.
-        turns: a folder in which `runners` processes take turns.
+    `batches` are the runs of each batch size, `turns` is a folder in which `runners` processes take turns.
     """
     job = Job(
         engine=engine,

@@ -1,8 +1,8 @@
-"""The target's forward pass and its matrix products alone: what is left to gain in a round (`specdec bench forward`).
+"""The target's forward pass and its GEMMs alone, the lower bound of a round (`specdec bench forward`).
 
-Rows are requests x nodes. Products of 16-bit weights are those of cuBLAS, of other weights those of the pass. Every
-time is that of one CUDA graph, with cold weights (a pass reads more than any cache holds). `kernels` adds the time of
-the kernels by kind, from the profiler: a kernel that starts while another still runs includes its wait.
+Rows are requests x nodes. GEMMs of 16-bit weights are cuBLAS's, those of other weights are the pass's own. Every time
+is that of one CUDA graph, with cold weights (a pass reads more than any cache holds). `kernels` adds the time of the
+kernels by kind, from the profiler: a kernel that starts while another still runs includes its wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..ops.stored_weights import store_layers
 from ..ops.timing import replay_seconds, times_of
 
 PAGE_SIZE = 16
-# Parts of a kernel's name by its kind, the first that fits; other kernels count as products.
+# Parts of a kernel's name by its kind, the first that fits; other kernels count as GEMMs.
 KINDS = {
     "tree_attention": ("attention", "merge_parts", "wgmma_"),
     "add_rms_norm": ("add_rms_norm",),
@@ -96,7 +96,7 @@ def kinds_of(call: Any) -> dict[str, float]:
     times: dict[str, float] = defaultdict(float)
     for event in profiler.events() or ():
         name = event.name.lower()
-        kind = next((kind for kind, words in KINDS.items() if any(word.lower() in name for word in words)), "products")
+        kind = next((kind for kind, words in KINDS.items() if any(word.lower() in name for word in words)), "gemm")
         times[kind] += event.device_time
     return times
 
@@ -105,12 +105,10 @@ def kinds_of(call: Any) -> dict[str, float]:
 def measure_forward(
     shape: str, weights: str | None, sizes: Sequence[tuple[int, int]], prefix: int, kernels: bool
 ) -> list[dict[str, float]]:
-    """Return milliseconds of the products and of the pass, for each number of requests and nodes.
+    """Return milliseconds of the GEMMs and of the pass, for each number of requests and nodes in `sizes`.
 
-    Args:
-        weights: how the layers' weights are stored, None: in 16 bits.
-        prefix: tokens before the trees.
-        kernels: add milliseconds by kind of kernel.
+    `weights` is how the layers' weights are stored (None: in 16 bits), `prefix` the number of tokens before the trees.
+    `kernels` adds milliseconds by kind of kernel.
     """
     device, dtype = torch.device("cuda"), torch.bfloat16
     config = shape_config(shape)
@@ -129,8 +127,8 @@ def measure_forward(
     results = []
     for batch, nodes in sizes:
         whole = Pass(target, batch, nodes, prefix, device)
-        products = times_of(replay_seconds([Linears(target, batch * nodes)])).median * 1e3
+        gemms = times_of(replay_seconds([Linears(target, batch * nodes)])).median * 1e3
         forward = times_of(replay_seconds([whole])).median * 1e3
         kinds = {kind: us * 1e-3 for kind, us in kinds_of(whole).items()} if kernels else {}
-        results.append({"batch": batch, "nodes": nodes, "products_ms": products, "forward_ms": forward, **kinds})
+        results.append({"batch": batch, "nodes": nodes, "gemm_ms": gemms, "forward_ms": forward, **kinds})
     return results

@@ -57,7 +57,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Drafting:
-    """How to draft: options of a draft with an EAGLE-3 head or a standalone model."""
+    """Options of a draft with an EAGLE-3 head or a standalone model."""
 
     name: str
     kind: Callable[..., Draft] | None

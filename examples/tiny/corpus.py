@@ -22,7 +22,7 @@ SKIPPED_DIRS = {"site-packages", "encodings", "pydoc_data", "__pycache__"}
 
 
 def read_corpus(source: Path, max_files: int | None = None) -> dict[str, str]:
-    """Returns {relative path: text} for every distinct UTF-8 ``.py`` file.
+    """Return {relative path: text} for every distinct UTF-8 ``.py`` file.
 
     Files that are not UTF-8 (test data for the codec machinery) and exact copies
     are left out. ``max_files`` takes an evenly spaced sample, for quick trials.
@@ -49,13 +49,13 @@ def read_corpus(source: Path, max_files: int | None = None) -> dict[str, str]:
 
 
 def is_held_out(name: str, share: float = 0.03) -> bool:
-    """Splits by a hash of the path alone, so the split never moves with the corpus."""
+    """Split by a hash of the path alone, so the split never moves with the corpus."""
     bucket = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
     return bucket < share * 2**32
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains byte-level BPE (Sennrich et al., arXiv 1508.07909; bytes as in GPT-2).
+    """Train byte-level BPE (Sennrich et al., arXiv 1508.07909; bytes as in GPT-2).
 
     Byte level means that every string is representable, so no unknown token is
     needed; the one special token both ends and separates documents.
@@ -82,7 +82,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path):
-    """Saves under the class name that transformers 4 and 5 both load."""
+    """Save under the class name that transformers 4 and 5 both load."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
@@ -91,7 +91,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path):
 
 
 def encode_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[int]:
-    """Concatenates the texts, each preceded by the end-of-text token."""
+    """Concatenate the texts, each preceded by the end-of-text token."""
     stream = []
     for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
         stream.append(tokenizer.eos_token_id)
@@ -101,7 +101,7 @@ def encode_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[
 
 
 def _looks_like_code(text: str) -> bool:
-    """Rejects tables of numbers, escapes and the like: dull to continue."""
+    """Reject tables of numbers, escapes and similar text that is trivial to continue."""
     return len(text.strip()) > 60 and sum(c.isalpha() for c in text) > 0.45 * len(text)
 
 
@@ -111,7 +111,7 @@ def _line_starts(text: str) -> list[int]:
 
 
 def code_prompts(held_out: dict[str, str], count: int, rng: random.Random) -> list[dict]:
-    """Plain continuations: 100..600 characters, half of them ending in mid-line."""
+    """Cut plain continuations: 100..600 characters, half of them ending in mid-line."""
     files = [name for name, text in held_out.items() if len(text) > 1500]
     prompts, used, attempts = [], set(), 0
     while len(prompts) < count and attempts < 40 * count:
@@ -134,7 +134,7 @@ def code_prompts(held_out: dict[str, str], count: int, rng: random.Random) -> li
 
 
 def repeat_prompts(held_out: dict[str, str], count: int, rng: random.Random) -> list[dict]:
-    """Edit-like prompts: a passage, then its beginning once more.
+    """Cut edit-like prompts: a passage, then its beginning once more.
 
     They stand for "here is the function, write it again with one change", the
     case in which a drafter that copies n-grams from the prompt is hard to beat.
@@ -159,7 +159,7 @@ def repeat_prompts(held_out: dict[str, str], count: int, rng: random.Random) -> 
 
 
 def write_prompts(path: Path, held_out: dict[str, str], code: int = 256, repeat: int = 48):
-    """Writes ``heldout.jsonl`` and returns its records."""
+    """Write ``heldout.jsonl`` and return its records."""
     rng = random.Random(20)
     records = code_prompts(held_out, code, rng) + repeat_prompts(held_out, repeat, rng)
     with path.open("w", encoding="utf-8", newline="\n") as file:

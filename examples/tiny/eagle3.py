@@ -6,8 +6,8 @@ target's hidden states. Parameter names follow the published checkpoints, so tha
 
 Row ``i`` of the head is the pair (embedding of token ``i + 1``, feature of position
 ``i``). It is rotated at position ``i`` and predicts token ``i + 2``. The feature
-comes from the target where the target has run (``fc`` of three hidden states) and
-is the head's own previous output where it has not.
+comes from the target where the target has run (``fc`` of three hidden states); elsewhere
+it is the head's own previous output.
 """
 
 import torch
@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(positions: torch.Tensor, head_dim: int, theta: float):
-    """Cosines and sines in the Llama ("rotate half") layout, [..., head_dim]."""
+    """Return cosines and sines in the Llama ("rotate half") layout, [..., head_dim]."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     angles = positions.float()[..., None] * theta**-exponents
     angles = torch.cat((angles, angles), -1)
@@ -41,7 +41,7 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
-    """Projections only; which rows see which keys differs between uses."""
+    """Projections only: the mask depends on the use."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int):
         super().__init__()
@@ -93,17 +93,17 @@ class Eagle3Head(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def set_draft_vocabulary(self, target_ids: torch.Tensor):
-        """``target_ids``: the kept ids, ascending. d2t holds offsets, not ids."""
+        """Set the draft vocabulary to ``target_ids``, increasing. d2t holds offsets, not ids."""
         self.d2t.copy_(target_ids - torch.arange(len(target_ids), device=target_ids.device))
         self.t2d.zero_()
         self.t2d[target_ids] = True
 
     def draft_ids(self) -> torch.Tensor:
-        """The target id of each draft id."""
+        """Return the target id of each draft id."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def project(self, embedding, feature, cos, sin):
-        """Queries, keys and values of rows [..., hidden], as [..., heads, head_dim]."""
+        """Return queries, keys and values of rows [..., hidden], as [..., heads, head_dim]."""
         layer, attn = self.midlayer, self.midlayer.self_attn
         x = torch.cat((layer.input_layernorm(embedding), layer.hidden_norm(feature)), -1)
         q = attn.q_proj(x).unflatten(-1, (self.heads, self.head_dim))
@@ -113,7 +113,7 @@ class Eagle3Head(nn.Module):
         return rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype), v
 
     def finish(self, feature, attended):
-        """The rest of the layer: the residual is the feature, not the embedding."""
+        """Run the rest of the layer: the residual is the feature, not the embedding."""
         hidden = feature + self.midlayer.self_attn.o_proj(attended)
         return hidden + self.midlayer.mlp(self.midlayer.post_attention_layernorm(hidden))
 
@@ -123,7 +123,7 @@ class Eagle3Head(nn.Module):
     # ----- training ------------------------------------------------------------
 
     def unrolled(self, embeddings, aux, steps: int) -> list[torch.Tensor]:
-        """Training-time test: the hidden states of ``steps`` draft steps, in parallel.
+        """Run the training-time test: the hidden states of ``steps`` draft steps, in parallel.
 
         Everything is indexed by position ``p``, so embeddings, rotations and labels
         are the same at each step: step ``s`` holds, at ``p``, the row that a draft
@@ -169,7 +169,7 @@ class Eagle3Head(nn.Module):
         return outputs
 
     def loss(self, embeddings, aux, target_logits, steps: int, decay: float = 0.8):
-        """Soft cross-entropy of all steps against the target's distribution.
+        """Return the soft cross-entropy of all steps against the target's distribution.
 
         ``target_logits[:, p]`` are the target's logits for token ``p + 2``. They are
         restricted to the draft vocabulary and renormalised; each position then
@@ -194,7 +194,7 @@ class Eagle3Head(nn.Module):
     # ----- drafting ------------------------------------------------------------
 
     def attend(self, q, k, v, mask):
-        """q [p, m, heads, d]; k, v [p, r, kv_heads, d]; mask [p, m, r] -> [p, m, heads * d]."""
+        """Attend: q [p, m, heads, d]; k, v [p, r, kv_heads, d]; mask [p, m, r] -> [p, m, heads * d]."""
         group = self.heads // self.kv_heads
         k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
         scores = torch.einsum("pmhd,prhd->phmr", q, k) * self.head_dim**-0.5
@@ -203,7 +203,7 @@ class Eagle3Head(nn.Module):
 
     @torch.no_grad()
     def draft(self, embed, tokens, aux, bases, steps: int, topk: int, nodes: int):
-        """Drafts a tree from each of the rows ``bases`` of one sequence.
+        """Draft a tree from each of the rows ``bases`` of one sequence.
 
         As EAGLE-2/3 do: the ``topk`` best nodes of a level are expanded into ``topk``
         children each, and of all candidates the ``nodes - 1`` best by cumulative
@@ -259,7 +259,7 @@ class Eagle3Head(nn.Module):
         return *pool, kept
 
     def accepted(self, embed, tokens, aux, bases, steps: int, topk: int, nodes: int):
-        """How many drafted tokens greedy verification accepts from each base row.
+        """Return the number of drafted tokens that greedy verification accepts from each base row.
 
         ``tokens`` is the target's own greedy text, so verification is comparison.
         """
@@ -274,7 +274,7 @@ class Eagle3Head(nn.Module):
 
 
 def shift(x: torch.Tensor, by: int, dim: int) -> torch.Tensor:
-    """Moves x towards higher indices along ``dim``, filling with zeros."""
+    """Move x towards higher indices along ``dim``, filling with zeros."""
     if by == 0:
         return x
     return torch.cat((torch.zeros_like(x.narrow(dim, 0, by)), x.narrow(dim, 0, x.shape[dim] - by)), dim)

@@ -69,17 +69,17 @@ def new_target(eos: int) -> LlamaForCausalLM:
 
 
 def rotary(target: LlamaForCausalLM, length: int):
-    """The rotation tables, made once so that compiled steps need not trace them."""
+    """Return the RoPE tables, computed once so that compiled steps need not trace them."""
     device = target.device
     positions = torch.arange(length, device=device)[None]
     return target.model.rotary_emb(torch.zeros(1, device=device), positions)
 
 
 def states(target: LlamaForCausalLM, ids, tables):
-    """The state entering each layer, and the final normed one.
+    """Return the input state of each layer, and the final normed one.
 
     The layers are called one by one, without a mask: attention is then the plain
-    causal kernel, and the inner states, which EAGLE-3 wants, need no hooks.
+    causal kernel, and the inner states, which EAGLE-3 reads, need no hooks.
     """
     hidden = target.model.embed_tokens(ids)
     entering = []
@@ -90,13 +90,13 @@ def states(target: LlamaForCausalLM, ids, tables):
 
 
 def aux_states(entering):
-    """What the head reads: three inner states side by side."""
+    """Return the features that the head reads: three inner states, concatenated."""
     return torch.cat([entering[i + 1] for i in AUX_LAYERS], -1)
 
 
 @torch.no_grad()
 def bits_per_character(target, stream, characters: int, window: int = 2048) -> float:
-    """Over consecutive windows, each without sight of the one before."""
+    """Return bits per character over consecutive windows, each without earlier context."""
     nats = 0.0
     pieces = list(stream[:-1].split(window))
     for begin in range(0, len(pieces), 32):
@@ -135,7 +135,7 @@ class Schedule:
 
 
 def optimizer_for(parameters, decay: float, cuda: bool):
-    """AdamW, with weight decay on the matrices only."""
+    """Return AdamW with weight decay on the matrices only."""
     parameters = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
@@ -145,13 +145,13 @@ def optimizer_for(parameters, decay: float, cuda: bool):
 
 
 def windows(stream, batch: int, length: int):
-    """Random windows of the token stream, [batch, length]."""
+    """Draw random windows of the token stream, [batch, length]."""
     starts = torch.randint(len(stream) - length, (batch, 1), device=stream.device)
     return stream[starts + torch.arange(length, device=stream.device)]
 
 
 def with_repeats(ids, share: float, shortest: int = 32, longest: int = 384):
-    """A share of the rows with one of their passages written a second time, further on.
+    """Repeat one passage later in the row, in a share of the rows.
 
     Files seldom repeat themselves word for word within a window, so a small model hardly learns to
     copy; edited text, which n-gram drafting is for, is mostly copies.
@@ -168,7 +168,7 @@ def with_repeats(ids, share: float, shortest: int = 32, longest: int = 384):
 
 
 def train_target(target, train, held, characters, seconds, args):
-    """Next-token training on random windows; keeps the best held-out weights.
+    """Train on the next tokens of random windows; keep the best held-out weights.
 
     The corpus is about 10 M tokens, fewer than three to a weight, and a fast GPU
     sees all of it in a second or two. So the schedule is short, the weight decay
@@ -188,7 +188,7 @@ def train_target(target, train, held, characters, seconds, args):
     best, best_bits, step, schedule, history = None, float("inf"), 0, None, []
 
     def check():
-        """Measures held-out text, and keeps and stores these weights if it gained."""
+        """Measure held-out text, and keep and store these weights if they are better."""
         nonlocal best, best_bits
         with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
             bits = bits_per_character(target, held, characters)
@@ -233,7 +233,7 @@ def train_target(target, train, held, characters, seconds, args):
 
 
 def save_target(target, out: Path):
-    """Exports in bf16; the precision that everything after this point is given."""
+    """Export in bf16, the precision of everything after this point."""
     rounded = copy.deepcopy(target).to(torch.bfloat16)
     rounded.config.dtype = torch.bfloat16
     rounded.save_pretrained(out / "target")
@@ -248,7 +248,7 @@ def save_target(target, out: Path):
 
 @torch.no_grad()
 def generate(target, prompts, new_tokens: int, temperature: float):
-    """Continues equally long prompts: the text the head will have to draft."""
+    """Continue equally long prompts: the text that the head will have to draft."""
     cache, ids, pieces = DynamicCache(), prompts, [prompts]
     for _ in range(new_tokens):
         logits = target(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -261,7 +261,7 @@ def generate(target, prompts, new_tokens: int, temperature: float):
 
 
 def self_generated(target, train, args, seconds: float):
-    """Greedy and sampled continuations of training text, as one token stream.
+    """Generate greedy and sampled continuations of training text, as one token stream.
 
     EAGLE-3 trains on text that the target wrote, since that is what it drafts.
     Three rounds in four are greedy: greedy decoding is what is measured below. The
@@ -332,7 +332,7 @@ def load_head(folder: Path, device) -> Eagle3Head:
 
 
 def train_head(target, train, written, prompt, seconds, args, evaluate):
-    """Training-time test on half corpus text and half text of the target's own."""
+    """Train by training-time test on half corpus text and half text of the target's own."""
     device, cuda = target.device, target.device.type == "cuda"
     counts = torch.bincount(written[:, prompt:].flatten(), minlength=VOCAB).double()
     counts = counts / counts.sum()
@@ -399,9 +399,9 @@ def train_head(target, train, written, prompt, seconds, args, evaluate):
 
 @torch.no_grad()
 def greedy_texts(target, prompts: list[list[int]], new_tokens: int, eos: int) -> list:
-    """The target's greedy continuations by whole-prefix recomputation.
+    """Return the target's greedy continuations, by recomputing the whole prefix.
 
-    Padding on the right cannot be seen by causal attention, so no mask is needed.
+    Causal attention does not see padding on the right, so no mask is needed.
     """
     lengths = torch.tensor([len(p) for p in prompts], device=target.device)
     ids = torch.full((len(prompts), max(map(len, prompts)) + new_tokens), eos)
@@ -422,7 +422,7 @@ def greedy_texts(target, prompts: list[list[int]], new_tokens: int, eos: int) ->
 
 
 def repeated_share(texts, n: int = 8) -> float:
-    """Share of the generated n-grams that the same continuation already held."""
+    """Return the share of generated n-grams that the same continuation already contained."""
     again = total = 0
     for line, length in texts:
         seen = set()
@@ -436,7 +436,7 @@ def repeated_share(texts, n: int = 8) -> float:
 
 @torch.no_grad()
 def accept_length(head, target, texts, steps, topk, nodes, limit=None) -> dict:
-    """Replays speculative decoding along the target's greedy texts.
+    """Replay speculative decoding along the target's greedy texts.
 
     Greedy verification always reproduces the greedy text, so that text fixes each
     round's outcome: a round that starts with ``known`` tokens drafts from row

@@ -674,10 +674,10 @@ class AdmittedRequest:
 
     Attributes:
         id: as `submit` returned it.
-        tokens: its prompt and, after a retraction, the tokens it produced since.
-        ngram_group: requests of a group share their texts as n-gram drafts; 0: all do.
+        tokens: its prompt and, after a retraction, the tokens that it has produced since.
+        ngram_group: requests of a group draft n-grams from each other's texts; 0: all do.
         extra: as submitted.
-        cached_entries: entries of the page table with its first pages, whose rows the prefix cache has.
+        cached_entries: page-table entries of its first pages, whose rows are in the prefix cache.
     """
 
     def __init__(
@@ -717,9 +717,9 @@ class _Executor(Protocol):
     def assign_pages(self, sources: list[int], destinations: list[int]) -> None: ...
     def progress(self) -> tuple[int, int]: ...
 
-# Request id, new tokens, finish reason, rounds, drafted, accepted, cached, status; if wanted, the tokens'
-# log-probabilities, the ids of the best alternatives to each, and theirs; the exception of an executor call that ended
-# the request.
+# Request id, new tokens, finish reason, rounds, drafted, accepted, cached, status; if requested, log-probabilities of
+# the tokens, ids of the best alternatives to each, and their log-probabilities; the exception of an executor call that
+# ended the request.
 RequestUpdate: TypeAlias = tuple[
     int,
     list[int],
@@ -734,7 +734,7 @@ RequestUpdate: TypeAlias = tuple[
 ]
 
 class Submission:
-    """The parameters of a request; csrc/scheduler/scheduler.h says what each is."""
+    """The parameters of a request, described in csrc/scheduler/scheduler.h."""
 
     def __init__(
         self,
@@ -790,7 +790,7 @@ class Submission:
     def timeout_ns(self) -> int: ...
 
 class SchedulerConfig:
-    """The sizes that a scheduler works with; csrc/scheduler/config.h says what each is."""
+    """The sizes of a scheduler, described in csrc/scheduler/config.h."""
 
     def __init__(
         self,
@@ -858,7 +858,7 @@ class SchedulerConfig:
     @property
     def max_batch(self) -> int: ...
 
-# Values of a launch's number of nodes: the draft catches up, or it is the first round of prefilled slots.
+# Values of a launch's number of nodes: replay the draft backlog, or run the first round of prefilled slots.
 CATCH_UP: int
 FIRST_ROUND: int
 
@@ -871,8 +871,8 @@ class RoundCosts:
     Attributes:
         batches: increasing batch sizes (a round with fewer requests runs at the next size).
         rows: rows[i], increasing: the budget levels of batches[i], in rows (tree nodes) of a round.
-        us: us[i][j] microseconds of a round of batches[i] with rows[i][j].
-        catch_up: microseconds for which the draft of batches[i] catches up; empty: it is never idle.
+        us: us[i][j]: microseconds of a round of batches[i] with rows[i][j].
+        catch_up: catch_up[i]: microseconds in which a draft of batches[i] replays its backlog; empty: it is never idle.
     """
 
     def __init__(
@@ -892,7 +892,7 @@ class RoundCosts:
     def catch_up(self) -> list[float]: ...
 
 class BudgetConstants:
-    """The tuned numbers of a budget; csrc/scheduler/budget_constants.h says what each is and where it comes from."""
+    """The tuned constants of a budget; csrc/scheduler/budget_constants.h describes each and its source."""
 
     gain_window: float
     correction_window: float
@@ -911,7 +911,7 @@ class BudgetConstants:
     def __init__(self) -> None: ...
 
 class Budget:
-    """Choose how many rows rounds get, as the scheduler does; csrc/scheduler/budget.h says how."""
+    """Choose the rows of each round, as the scheduler does; see csrc/scheduler/budget.h."""
 
     def __init__(
         self,
@@ -930,8 +930,8 @@ class Budget:
 class PrefixCache:
     """The scheduler's radix tree of cached pages; see csrc/scheduler/prefix_cache.h.
 
-    `find` and `insert` return a locked prefix: a number for `unlock`, and the places of its pages. `clear` ends all
-    locks.
+    `find` and `insert` lock a prefix and return its node, for `unlock`, and its pages' entries in the page table.
+    `clear` releases all locks.
     """
 
     def __init__(self, num_places: int, page_size: int) -> None: ...
@@ -949,9 +949,9 @@ class Scheduler:
     """Continuous batching in C++.
 
     `commands` and `results` are the host's side of the rings that `apply_commands` and `publish_results` work on:
-    contiguous int32, pinned if the device is a GPU. `graphs` are captured rounds by batch, number of nodes and KV
-    bucket (the smallest sufficient one runs; three zeros: `apply_commands` and `free_pages` alone; no nodes: a draft
-    that catches up), as raw cudaGraph_t, launched on `stream`; other rounds are `executor.launch` calls.
+    contiguous int32, pinned if the device is a GPU. `graphs` are captured rounds, as raw cudaGraph_t, by batch, number
+    of nodes and KV bucket; the smallest sufficient one is launched on `stream`. Three zeros: `apply_commands` and
+    `free_pages` alone; no nodes: a draft replays its backlog. Other rounds are `executor.launch` calls.
     """
 
     def __init__(
@@ -972,26 +972,26 @@ class Scheduler:
     def measure_rounds(self, batches: Sequence[int]) -> None: ...
     def set_costs(self, costs: RoundCosts) -> None: ...
     def run(self) -> None:
-        """Make turns, and wait while there is no work, until `stop`. May be called again after an exception."""
+        """Run the loop until `stop`, and wait while there is no work. May be called again after an exception."""
     def step(self) -> bool:
-        """Make one turn of the loop, for callers that drive it by hand."""
+        """Run one turn of the loop."""
     def settle(self) -> None:
-        """Wait until rounds in flight without requests have been read. Does not wait while there are requests."""
+        """Wait for rounds in flight that have no requests. Return at once while there are requests."""
     def clear_cache(self) -> None:
-        """Empty the prefix cache before requests submitted later begin; not from inside an executor call."""
+        """Empty the prefix cache before later requests begin. Must not be called from an executor call."""
     def stop(self) -> None:
         """Cancel all requests, admit no more, and let `run` return when they have ended."""
     def pause(self, restart: bool = False, request_id: int = -1) -> None:
-        """Wait until `run` is between two turns with nothing in flight, where it stays until `resume`.
+        """Pause `run` between two turns with nothing in flight, until `resume`; return when it has paused.
 
-        With a request, not before that one runs or has ended. With `restart` requests that held slots are back in the
-        queue then, and the prefix cache is empty.
+        With a request, it does not pause before that one runs or has ended. With `restart`, requests that have slots
+        return to the queue, and the prefix cache is emptied.
         """
     def resume(self) -> None: ...
     def held(self, request_id: int) -> tuple[int, list[int]] | None:
-        """Return the slot of a running request, and its text, whose last token is the root; while paused."""
+        """Return the slot of a running request and its text, whose last token is the root. Call it while paused."""
     def set_graphs(self, graphs: Mapping[tuple[int, int, int], Sequence[int]]) -> None:
-        """Replace the captured rounds, and reset the counts of the rings; while paused."""
+        """Replace the captured rounds, and reset the counts of the rings. Call it while paused."""
     def take(self, wait: bool = True) -> list[RequestUpdate] | None:
         """Return the updates since the last call. With `wait`: at least one, or None once the loop has ended."""
     def write_trace(self, path: str) -> None: ...
@@ -1007,15 +1007,17 @@ class Scheduler:
     def num_cached_pages(self) -> int: ...
     @property
     def num_shared_pages(self) -> int:
-        """Return how many of the cached pages requests use."""
+        """Return the number of cached pages that requests use."""
     @property
     def num_prefix_hits(self) -> int: ...
     @property
     def num_cached_tokens(self) -> int: ...
     @property
     def times(self) -> tuple[int, int, int, int, int, int, int, int]:
-        """Rounds, rows; nanoseconds of host work, of waiting, of prefill, of rounds on the device; of those launched
-        while another was in flight, with nothing in between; of the gaps before these.
+        """Return rounds and rows, then nanoseconds.
+
+        Host work, waiting, prefill, rounds on the device; of these, rounds launched while another was in flight with
+        nothing in between; the gaps before those.
         """
     @property
     def rounds_by_rows(self) -> list[list[int]]: ...

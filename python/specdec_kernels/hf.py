@@ -97,12 +97,25 @@ def generate(
     of how transformers computes (use_cache, cache_implementation, an empty past_key_values) have no effect.
 
     Args:
+        model: a module of transformers; this and the next four are given by transformers.
+        input_ids: [sequences, length] int64, padded on the left.
+        logits_processor: processors of the settings above, in transformers' order.
+        stopping_criteria: any.
+        generation_config: the merged one. None: the model's.
         draft: as for `Engine`: the same object at each call, or one that equals it. None: `Ngram()`.
-        adaptive, max_len, num_slots, mem_fraction, page_size, prefill_chunk, kv_dtype, cuda_graph, batch_invariant: as
-            for `Engine`. None: the max_len and num_slots that the calls so far needed, in powers of two, num_slots up
-            to 64; further sequences wait their turn.
+        adaptive: as for `Engine`, like all options below without a description.
+        max_len: longest sequence. None: what the calls so far needed, a power of two.
+        num_slots: sequences that run at once; others wait. None: what the calls so far needed, a power of two, at most
+            64.
+        mem_fraction: fraction of the GPU's memory.
+        page_size: KV rows per page.
+        prefill_chunk: prompt rows between two rounds.
+        kv_dtype: dtype of the KV cache.
+        cuda_graph: capture rounds in CUDA graphs.
+        batch_invariant: make results bitwise independent of the batch.
         seed: of sampling. None: drawn from torch's default generator, so `torch.manual_seed` fixes it.
         stream_to: a streamer of transformers, for a single sequence.
+        **model_kwargs: attention_mask and position_ids are read; others must be None, empty or without effect here.
 
     Returns:
         [sequences, length] int64 like input_ids. Sequences that ended earlier are followed by the pad token.
@@ -223,12 +236,18 @@ def assisted(
     processors. A greedy text is the model's own; a sampled one has the model's distribution.
 
     Args:
-        index: on the CPU, kept by the caller between texts, so that one text drafts for the next; slot 0 is used. None:
+        model: a module of transformers; this and the next four are given by transformers.
+        input_ids: [1, length] int64.
+        logits_processor: any.
+        stopping_criteria: of lengths and end-of-sequence tokens.
+        generation_config: the merged one. None: the model's.
+        index: on the CPU; slot 0 is used. A caller that keeps it between texts lets one text draft for the next. None:
             an index for this text only.
         num_tokens: candidates per pass, at most.
+        **model_kwargs: passed on.
 
     Returns:
-        What `model.generate` returns.
+        The result of transformers' loop, which `model.generate` returns.
 
     Raises:
         ValueError: several sequences; beams and other modes; a stopping criterion besides lengths and end-of-sequence

@@ -1,4 +1,4 @@
-"""Where the small trained models are: inside an installed wheel, or in the source tree of an editable install."""
+"""Paths of the small trained models: inside an installed wheel, or in the source tree of an editable install."""
 
 from __future__ import annotations
 

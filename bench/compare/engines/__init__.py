@@ -29,7 +29,7 @@ PLUGINS = {"sglang_plugin": "sglang.srt.plugins", "vllm_plugin": "vllm.general_p
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How to draft, in terms that all engines share. Without steps: plain decoding."""
+    """Options of drafting that all engines share. Without steps: plain decoding."""
 
     num_steps: int = 0
     topk: int = 1
@@ -64,7 +64,7 @@ class Job:
     long: int
     repeats: int
     turns: str | None = None  # the folder in which engines that share a GPU take turns
-    runners: int = 1  # how many they are
+    runners: int = 1  # engines that share the GPU
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ def max_batch(job: Job) -> int:
 
 
 def kv_tokens(job: Job) -> int | None:
-    """Return how many tokens of KV an engine that shares a GPU has room for; None if it has the GPU alone.
+    """Return the KV capacity in tokens of an engine that shares a GPU; None if it has the GPU alone.
 
-    That is a quarter more than those of the largest batch.
+    It is a quarter more than the largest batch needs.
     """
     return None if job.turns is None else max_batch(job) * job.max_len * 5 // 4
 

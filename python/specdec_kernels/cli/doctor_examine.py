@@ -36,8 +36,9 @@ class Finding:
     """The effect of a shift on the accept length.
 
     Attributes:
-        low, high: confidence interval of the gain, by bootstrap over prompts. The true gain of any of all shifts lies
-            outside its interval in a share LEVEL of examinations.
+        low: lower end of the gain's confidence interval, by bootstrap over prompts. In a share LEVEL of examinations,
+            the true gain of some shift is outside its interval.
+        high: upper end of it.
         cause: the gain exceeds chance and is large enough to matter.
     """
 
@@ -119,8 +120,8 @@ class Diagnosis:
 
 def facts_of(acceptance: Acceptance) -> dict[str, Any]:
     """Return an acceptance as JSON."""
-    shares = {"accept_length": acceptance.accept_length, "acceptance_by_depth": acceptance.by_depth}
-    return shares | asdict(acceptance)
+    derived = {"accept_length": acceptance.accept_length, "acceptance_by_depth": acceptance.by_depth}
+    return derived | asdict(acceptance)
 
 
 def compared(as_is: Acceptance | None, shift: Shift, with_shift: Acceptance, num_shifts: int) -> Finding:

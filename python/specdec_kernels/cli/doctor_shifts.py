@@ -33,7 +33,7 @@ SMALL = re.compile(rf"{NORM.pattern}|(?:.*\.)?(?:d2t|t2d|q_proj\.(?:weight|bias)
 
 @dataclass(frozen=True)
 class Prompting:
-    """How the texts are generated on which acceptance is measured.
+    """Generation of the texts on which acceptance is measured.
 
     Attributes:
         template: prompts are conversations in the chat template.
@@ -52,10 +52,12 @@ class Shift:
     """One change.
 
     Attributes:
-        input: what is changed, one of the names of docs/tuning.md. change: to what.
+        input: what is changed, one of the names of docs/tuning.md.
+        change: what it is changed to.
         remedy: how to make the change permanent.
         draft: creates the draft, which is not open. None: the unchanged one.
-        prompting: None: the unchanged one. pairing: see `measure`.
+        prompting: None: the unchanged one.
+        pairing: see `measure`.
     """
 
     input: str
@@ -71,7 +73,9 @@ class Head:
     """A checkpoint folder of a head, and changed copies of it.
 
     Attributes:
-        folder, algorithm: of the head. num_steps: of the drafted chains.
+        folder: of the head.
+        algorithm: EAGLE or EAGLE3.
+        num_steps: of the drafted chains.
         scratch: a folder for the copies.
     """
 
@@ -87,7 +91,7 @@ class Head:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The head's config.json."""
+        """Contents of the head's config.json."""
         config: dict[str, Any] = read_json(self.folder / "config.json")
         return config
 

@@ -117,10 +117,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, *names: str, **helps: str)
 
 
 def options_of(args: argparse.Namespace, **others: Any) -> EngineOptions:
-    """Return the engine options that the flags of a command give; absent flags and None leave the default.
+    """Return the engine options that the flags of a command give, and `others`, which the command derives itself.
 
-    Args:
-        others: options that the command derives itself, instead of a flag.
+    Absent flags and None leave the default.
     """
     from ..engine import EngineOptions
 
@@ -159,12 +158,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve(args: argparse.Namespace) -> tuple[speculative_flags.Chosen, str | None]:
-    """Return what the flags ask for, and the chat template in place of the target's own.
+    """Return the draft that the flags ask for, and the chat template in place of the target's own.
 
     Sets `args.model` to the target, None for the tiny one.
 
     Raises:
-        ValueError: two targets. OSError: no such template. Both: what `speculative_flags.choose` refuses.
+        ValueError: two targets, or what `speculative_flags.choose` refuses.
+        OSError: no such template, or what `speculative_flags.choose` refuses.
     """
     args.model = model_of(args)
     chosen = speculative_flags.choose(args)
@@ -175,14 +175,13 @@ def resolve(args: argparse.Namespace) -> tuple[speculative_flags.Chosen, str | N
 
 
 def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_slots: int | None = None) -> Engine:
-    """Open the engine that the flags ask for.
+    """Open the engine that the flags ask for, with the draft that `resolve` returned.
 
-    Args:
-        chosen: what `resolve` returned.
-        num_slots: in place of `--max-running-requests`.
+    `num_slots` replaces `--max-running-requests`.
 
     Raises:
-        ValueError, OSError: what the engine refuses.
+        ValueError: options that the engine refuses.
+        OSError: no such model.
     """
     from ..engine import Engine
     from ..models.families import position_limit

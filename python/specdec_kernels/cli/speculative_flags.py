@@ -118,9 +118,7 @@ def choose(args: argparse.Namespace) -> Chosen:
 def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) -> Draft | None:
     """Return the draft of an algorithm, configured by the flags; None for NONE.
 
-    Args:
-        head: the checkpoint of the draft.
-        topk: branches, unless `--speculative-eagle-topk` is given.
+    `head` is the checkpoint of the draft; `topk` holds unless `--speculative-eagle-topk` is given.
 
     Raises:
         ValueError: flags that the algorithm does not use, or that it lacks; options out of range.

@@ -44,7 +44,8 @@ class Row:
 
     Attributes:
         tokens_per_second: of all requests together, prefill excluded.
-        accept_length: tokens per request and round. round_ms: milliseconds of a round of all requests.
+        accept_length: tokens per request and round.
+        round_ms: milliseconds of a round of all requests.
     """
 
     options: Options
@@ -60,7 +61,7 @@ class Measured:
 
     Attributes:
         complete: False if time ran out or the user interrupted.
-        calibrations: what the drafts of these options had learnt at the end, as in `Engine.tuning`.
+        calibrations: the learned calibrations of these drafts at the end, as in `Engine.tuning`.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Request bodies of the HTTP API: pydantic models of OpenAI's fields, and what they ask of the engine."""
+"""Request bodies of the HTTP API: pydantic models of OpenAI's fields, and their requests to the engine."""
 
 from __future__ import annotations
 
@@ -33,11 +33,15 @@ class Settings:
     """Options of a server, apart from its engine.
 
     Attributes:
-        model_name: name by which clients address the model. api_key: key that they must send; None: none.
+        model_name: name by which clients address the model.
+        api_key: key that they must send; None: none.
         defaults: sampling parameters of requests that do not give them, by the names of `SamplingParams`.
-        chat_template: replaces the tokenizer's. tool_parser: "hermes" or "llama3"; None: found from the template.
+        chat_template: replaces the tokenizer's.
+        tool_parser: "hermes" or "llama3"; None: found from the template.
         max_queued: requests that may wait for a slot; further ones get 429.
-        max_body_bytes, max_prompt_tokens, max_n: limits of one request. max_prompt_tokens None: the engine's limit.
+        max_body_bytes: limit of one request's body.
+        max_prompt_tokens: limit of one request's prompt; None: the engine's limit.
+        max_n: limit of one request's choices.
     """
 
     model_name: str
@@ -58,7 +62,10 @@ class RequestError(Exception):
     """An error response in OpenAI's form.
 
     Attributes:
-        status: HTTP status. param: the field at fault. headers: headers of the response.
+        status: HTTP status.
+        param: the field at fault.
+        code: OpenAI's error code.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -113,7 +120,7 @@ def refuse_constant(name: str) -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """Replace the errors of an annotated type by one that says what is expected."""
+    """Replace the errors of an annotated type by one that states what is expected."""
 
     words: str
 
@@ -121,7 +128,7 @@ class Expected:
         return core_schema.custom_error_schema(handler(source), "expected", custom_error_message=self.words)
 
 
-# What is expected, by pydantic's types of errors. Other errors say so in their message.
+# Expected values, by pydantic's types of errors. Messages of other errors are the expected value.
 EXPECTED = {
     "bool_type": "true or false",
     "int_type": "an integer",
@@ -282,7 +289,7 @@ class Generation(Sampling):
     metadata: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
-    # Accepted with values that ask for nothing:
+    # Accepted with values that have no effect:
     parallel_tool_calls: Annotated[Literal[True], Unsupported] | None = None
     store: Annotated[Literal[False], Unsupported] | None = None
     service_tier: Annotated[Literal["auto", "default"], Unsupported] | None = None
@@ -297,7 +304,7 @@ class RequestBody(Body):
 
 
 class ConversationBody(RequestBody):
-    """Fields that a chat template makes tokens of; whole, the body of `/tokenize` for messages."""
+    """Fields that a chat template reads; alone, the body of `/tokenize` for messages."""
 
     messages: list[Message] = REQUIRED
     tools: list[Annotated[Function, Expected(FUNCTION)]] = []
@@ -306,7 +313,7 @@ class ConversationBody(RequestBody):
 
 
 class PromptBody(RequestBody):
-    """Fields of prompts; whole, the body of `/tokenize` for a prompt."""
+    """Fields of prompts; alone, the body of `/tokenize` for a prompt."""
 
     prompt: Prompt = REQUIRED
     add_special_tokens: StrictBool = True
@@ -348,7 +355,7 @@ def validate(kind: type[AnyBody], values: Object, settings: Settings) -> AnyBody
     return body
 
 
-# --- what a request asks of the engine
+# --- requests to the engine
 
 
 @dataclass(frozen=True)
@@ -356,9 +363,13 @@ class ParsedRequest:
     """A validated request.
 
     Attributes:
-        tokenize: makes the tokens of the prompts, which may take a while. params: of every prompt, `n` included.
-        names: fields that parameters came from. stream, options: form of the response.
-        num_top: alternatives to each token; -1: no log-probabilities. tools: names of tools that may be called.
+        tokenize: tokenizes the prompts, which may take a while.
+        params: of every prompt, `n` included.
+        names: fields that parameters came from.
+        stream: whether the response is a stream.
+        options: of the stream.
+        num_top: alternatives to each token; -1: no log-probabilities.
+        tools: names of tools that may be called.
         must_call: the text is a call of one of them, as JSON.
     """
 
@@ -380,7 +391,7 @@ def read_chat(values: Object, settings: Settings, engine: Engine) -> ParsedReque
     """Read the body of `/v1/chat/completions`."""
     body = validate(ChatBody, values, settings)
     if body.top_logprobs and not body.logprobs:
-        raise unexpected("top_logprobs", body.top_logprobs, "logprobs true beside it")
+        raise unexpected("top_logprobs", body.top_logprobs, "logprobs true with it")
     num_top = (body.top_logprobs or 0) if body.logprobs else -1
     conversation = read_conversation(body, settings)
     if body.stream_options.include_rounds and conversation.tools:
@@ -431,7 +442,7 @@ def read_sampling(
         values["json_schema"], names["json_schema"] = schema, "response_format"
     if conversation is not None and conversation.must_call:
         if schema is not None:
-            raise RequestError("response_format is given, expected none beside a forced tool_choice", "response_format")
+            raise RequestError("response_format is given, expected none with a forced tool_choice", "response_format")
         values["json_schema"], names["json_schema"] = schema_of_calls(conversation.options["tools"]), "tool_choice"
     if isinstance(body, ChatBody) and body.prediction is not None:
         values["prediction"] = "".join(part.text for part in body.prediction.content)

@@ -76,8 +76,14 @@ class ResponseBuilder:
     """The response to one HTTP request.
 
     Args:
+        parsed: the HTTP request.
+        requests: the engine's requests, one for each choice of each prompt.
         is_chat: of `/v1/chat/completions`, otherwise of `/v1/completions`.
-        parser: makes a parser of tool calls for a choice; None: no tools. on_first: called at the first token.
+        model: name of the model.
+        tokenizer: the backend of a fast tokenizer.
+        token_text: returns the text and bytes of a token.
+        parser: creates a parser of tool calls for a choice; None: no tools.
+        on_first: called at the first token.
     """
 
     def __init__(

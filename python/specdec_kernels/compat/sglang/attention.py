@@ -337,12 +337,10 @@ def prefix(seq_lens: Tensor, before: int, out: Tensor | None = None) -> Tensor:
 
 
 def tree_part(mask: Tensor, seq_lens: Tensor, nodes: int) -> Tensor:
-    """Return [bs, nodes, nodes]: which nodes attend to which.
+    """Return which of a tree's nodes attend to which: [bs, nodes, nodes], for `seq_lens` [bs] int64.
 
-    Args:
-        mask: flat, bool or uint8: either [bs * nodes * nodes], or for each request `nodes` rows of seq_len + nodes
-            columns, followed by unused entries.
-        seq_lens: [bs] int64.
+    `mask` is flat, bool or uint8: either [bs * nodes * nodes], or for each request `nodes` rows of seq_len + nodes
+    columns, followed by unused entries.
     """
     bs, device = len(seq_lens), mask.device
     if mask.numel() == bs * nodes * nodes:

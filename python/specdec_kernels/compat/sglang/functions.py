@@ -46,18 +46,22 @@ def build_tree_kernel_efficient(
 
     Args:
         parent_list: [bs, topk * (depth - 1) + 1 or more] int64; of any width for depth 1.
-        selected_index: [bs, D - 1] int64, the candidate of each node but the root, in rising order.
+        selected_index: [bs, D - 1] int64, the candidate of each node but the root, increasing.
         verified_seq_len: [bs] int64.
         tree_mask: bool or uint8, written. Mode 0 (full): for each request D rows of its verified_seq_len + D columns,
-            whose last D are written if they are within the tensor. Mode 1 (tree): [bs * D * D]. Mode 2 (packed, D up
-            to 32): bits from the lowest, 1, 2 or 4 bytes for each row if D is at most 8, 16, 32.
+            whose last D are written if they are within the tensor. Mode 1 (tree): [bs * D * D]. Mode 2 (packed, D up to
+            32): bits from the lowest, 1, 2 or 4 bytes for each row if D is at most 8, 16, 32.
         positions: [bs * D] int64, written: verified_seq_len plus the node's depth.
-        retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64, written: flat row, first child and next
-            sibling of each node, -1 for none.
+        retrive_index: [bs, D] int64, written: flat row of each node.
+        retrive_next_token: [bs, D] int64, written: its first child, -1 for none.
+        retrive_next_sibling: [bs, D] int64, written: its next sibling, -1 for none.
+        topk: branches of each draft step.
+        depth: draft steps.
         draft_token_num: D, 1 to 256.
+        tree_mask_mode: 0, 1 or 2, see tree_mask.
 
     Raises:
-        ValueError: wrong dtype, shape or device; a number out of range.
+        ValueError: wrong dtype, shape or device; a size out of range.
     """
     _C.build_tree_kernel_efficient(
         None,
@@ -93,7 +97,9 @@ def verify_tree_greedy(
         accept_index: [bs, S] int32, written in its first accept_token_num + 1 columns: flat rows of the path.
         accept_token_num: [bs] int32, written: accepted nodes without the root; at most S - 1.
         candidates: [bs, D] int64, the nodes' tokens; D up to 1024.
-        retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64.
+        retrive_index: [bs, D] int64, as `build_tree_kernel_efficient` writes it.
+        retrive_next_token: [bs, D] int64, from there.
+        retrive_next_sibling: [bs, D] int64, from there.
         target_predict: [bs, D] int64, read by flat row.
 
     Raises:
@@ -128,21 +134,22 @@ def move_accept_tokens(
     It does what SGLang's `move_accept_tokens_to_target_kvcache` does. The row of path entry j,
     out_cache_loc[accept_index[b, j]], is copied to req_to_token[req_pool_indices[b], seq_lens[b] + j], for j up to
     num_correct_drafts[b]. A row that is already in place, or whose source or destination is out of range, is skipped.
-    Paths must rise, and requests must not share rows.
+    Paths must increase, and requests must not share rows.
 
     Args:
         data_ptrs: [buffers] int64, addresses of K and V of every layer: row_bytes * num_rows bytes each, on the device
             of the tensors, at multiples of 16.
         row_bytes: bytes of one row of one buffer, a multiple of 16.
         num_rows: rows of each buffer.
-        req_to_token: [slots, places] int32.
-        req_pool_indices, seq_lens: [bs] int64.
+        req_to_token: [slots, tokens] int32.
+        req_pool_indices: [bs] int64, the slot of each request.
+        seq_lens: [bs] int64, without the tree.
         out_cache_loc: [rows] int64, by flat row of the trees.
         accept_index: [bs, S] int32, from `verify_tree_greedy`.
         num_correct_drafts: [bs] int32, without the root.
 
     Raises:
-        ValueError: wrong dtype, shape or device; a number out of range.
+        ValueError: wrong dtype, shape or device; a size out of range.
     """
     _C.move_accept_tokens(
         None,
@@ -180,10 +187,15 @@ def tree_speculative_sampling_target_only(
     of them if the path has the full width. With both thresholds at 1 the text is distributed as the target's.
 
     Args:
-        predicts, accept_index, accept_token_num, candidates: as for `verify_tree_greedy`.
-        retrive_index, retrive_next_token, retrive_next_sibling: [bs, D] int64.
+        predicts: as for `verify_tree_greedy`, like all arguments up to retrive_next_sibling.
+        accept_index: [bs, S] int32, written.
+        accept_token_num: [bs] int32, written.
+        candidates: [bs, D] int64.
+        retrive_index: [bs, D] int64.
+        retrive_next_token: [bs, D] int64.
+        retrive_next_sibling: [bs, D] int64.
         uniform_samples: [bs, D] float32, the coin of each node's children.
-        uniform_samples_for_final_sampling: [bs] float32.
+        uniform_samples_for_final_sampling: [bs] float32, the coin of the next token.
         target_probs: [bs, D, V] float32; an invalid probability counts as 0. V is at most 2^22.
         draft_probs: [bs, D, V] float32, zeros; written: the target's probability of each rejected token.
         threshold_single: a child with at least this probability is accepted whatever the coin.

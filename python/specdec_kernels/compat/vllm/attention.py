@@ -139,11 +139,14 @@ class PagedAttention:
     """A layer's attention, with vLLM's interface.
 
     Args:
-        num_heads, head_size, scale, num_kv_heads: shape of queries and KV, and the factor of scores.
+        num_heads: query heads.
+        head_size: elements of a head.
+        scale: factor of the scores.
+        num_kv_heads: KV heads. None: num_heads.
         alibi_slopes: must be None.
-        sliding_window: rows that a row attends to, itself included; None means all.
+        sliding_window: rows that a row attends to, itself included. None: all.
         kv_cache_dtype: vLLM's name; those with `fp8` are float8_e4m3fn.
-        logits_soft_cap: soft cap of scores; None or 0 means none.
+        logits_soft_cap: soft cap of the scores; None or 0 means none.
         attn_type: must be `decoder`.
         kv_sharing_target_layer_name: layer whose cache is read; this layer then writes no KV.
         others: must be None.
@@ -203,11 +206,14 @@ class PagedAttention:
 
         Args:
             layer: its scales on the host are read if the cache is FP8.
-            query, output: [rows, heads, D]; only the first `num_actual_tokens` rows count.
-            key, value: [rows, kv_heads, D]; not written if None, or if the layer shares another layer's cache.
+            query: [rows, heads, D]; only the first `num_actual_tokens` rows count, here and below.
+            key: [rows, kv_heads, D]; not written if None, or if the layer shares another layer's cache.
+            value: like key.
             kv_cache: [blocks, kv_heads, block_size, 2 D], contiguous in the last dimension: keys, then values.
             attn_metadata: None while vLLM profiles memory.
-            output_scale, output_block_scale: must be None: quantized output is not offered.
+            output: [rows, heads, D].
+            output_scale: must be None: quantized output is not offered.
+            output_block_scale: must be None.
 
         Returns:
             output.
