@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.engine import Engine
-from specdec_kernels.models.language_model import Way, open_language_model, way_of
+from specdec_kernels.models.backends.select import BackendSummary, open_language_model, summarize_backend
 from specdec_kernels.models.layers.mlp import GatedMLP
 from specdec_kernels.models.layers.moe import Fp8Experts, MoE
 from specdec_kernels.models.layers.quantized import Fp8Weight, Int4Weight
@@ -19,10 +19,10 @@ from support.quantized_checkpoints import EXPERTS, write_model
 from support.tiny_random_models import NATIVE, WINDOW, tiny_model
 
 
-def opened(folder: Path) -> tuple[Way, Any]:
+def opened(folder: Path) -> tuple[BackendSummary, Any]:
     """Return what `specdec info` prints, and the target that an engine opens."""
     with Engine(str(folder), max_len=64, device="cpu", dtype=torch.float32, adaptive=False) as engine:
-        way = way_of(str(folder))
+        way = summarize_backend(str(folder))
         assert way.implementation == engine.config.implementation
         return way, engine.target
 
@@ -95,7 +95,7 @@ def test_info_names_feature_layers(model_type: str, tmp_path: Path) -> None:
     """Any layer that is said to have them gives them."""
     folder = saved(tmp_path, model_type, **NATIVE)
     count = 4
-    assert f" {count} layers" in way_of(str(folder)).features
+    assert f" {count} layers" in summarize_backend(str(folder)).features
     options = ModelOptions(
         max_len=64, num_pages=8, page_size=8, dtype=torch.float32, device=torch.device("cpu"),
         feature_layers=tuple(range(count + 1)),

@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
+from specdec_kernels.models.backends.select import open_language_model
 from specdec_kernels.models.kv_pools import KeyValueLayout, KvPools, KvScales
-from specdec_kernels.models.language_model import open_language_model
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.kv_scales import FP8, LARGEST, ROOM, checkpoint_scales, measured_scale

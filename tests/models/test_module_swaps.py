@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 
 from specdec_kernels.engine import Engine, Ngram, SamplingParams
-from specdec_kernels.models.backends.module_swaps import StandIns, gated_like, is_rotation_of_halves, norm_like
-from specdec_kernels.models.language_model import open_language_model
+from specdec_kernels.models.backends.module_swaps import ModuleSwaps, is_rotation_of_halves, mlp_like, norm_like
+from specdec_kernels.models.backends.select import open_language_model
 from specdec_kernels.models.options import ModelOptions
 from support.tiny_random_models import NATIVE, randomise, tiny_model
 
@@ -106,10 +106,10 @@ def test_gated_parts(act: nn.Module, combine: Any, is_ours: bool, dtype: torch.d
     module = module.to(dtype).requires_grad_(False)
     x = torch.randn(2, 3, WIDTH).to(dtype)
     want, weights = module(x), [part.weight.clone() for part in (module.gate_proj, module.up_proj, module.down_proj)]
-    made = StandIns(module, {module: WIDTH}).counts
+    made = ModuleSwaps(module, {module: WIDTH}).counts
     assert (
-        made["gated"] == is_ours
-        and (gated_like(Gated(act, combine).to(dtype).requires_grad_(False), WIDTH) is None) != is_ours
+        made["mlps"] == is_ours
+        and (mlp_like(Gated(act, combine).to(dtype).requires_grad_(False), WIDTH) is None) != is_ours
     )
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(module(x), want, rtol=tolerance, atol=tolerance)
@@ -134,17 +134,17 @@ def test_rotations() -> None:
     assert not is_rotation_of_halves(q, k, mixed, (others.cos(), others.sin()), {}), "two angles of one pair"
 
 
-ALL = {"norms": 17, "gated": 4, "products": 29, "rotations": 4}
+ALL = {"norms": 17, "mlps": 4, "linears": 29, "rotations": 4}
 
 
 @pytest.mark.parametrize(
     ("model_type", "want"),
     [
         ("qwen3", ALL),
-        ("gpt_oss", {"norms": 9, "products": 17, "rotations": 4}),
-        ("nanochat", {"norms": 17, "products": 25}),  # which normalises what it has rotated
-        ("laguna", {"norms": 17, "gated": 4, "products": 33}),  # which rotates a part of each head
-        ("gemma4_text", {"norms": 34, "gated": 4, "products": 38}),
+        ("gpt_oss", {"norms": 9, "linears": 17, "rotations": 4}),
+        ("nanochat", {"norms": 17, "linears": 25}),  # which normalises what it has rotated
+        ("laguna", {"norms": 17, "mlps": 4, "linears": 33}),  # which rotates a part of each head
+        ("gemma4_text", {"norms": 34, "mlps": 4, "linears": 38}),
     ],
 )
 def test_what_stands_in(model_type: str, want: dict[str, int], device: torch.device) -> None:
@@ -159,7 +159,7 @@ def test_what_stands_in(model_type: str, want: dict[str, int], device: torch.dev
         dtype=torch.float32,
     ) as engine:  # fmt: skip
         tokens = engine.generate([prompt], SamplingParams(max_new_tokens=12, ignore_eos=True))[0].tokens
-        assert dict(engine.target.stand_ins) == want  # type: ignore[attr-defined]
+        assert dict(engine.target.num_swaps) == want  # type: ignore[attr-defined]
     assert tokens == expected
     assert not any("forward" in vars(module) for module in model.modules())
     assert model.generate(tokens_of_prompt, **options)[0, 21:].tolist() == expected
@@ -231,4 +231,4 @@ def test_silu_is_that_of_the_function() -> None:
     module = Inline()
     randomise(module)
     module = module.requires_grad_(False)
-    assert gated_like(module, WIDTH) is not None
+    assert mlp_like(module, WIDTH) is not None

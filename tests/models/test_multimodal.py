@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec_kernels import hf
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.backends.native import CausalLM
-from specdec_kernels.models.language_model import implementation_of
+from specdec_kernels.models.backends.select import implementation_of
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.loading import PLAIN_OF_TEXT, config_of

@@ -12,7 +12,7 @@ import torch
 from specdec_kernels.engine import Engine, SamplingParams
 from specdec_kernels.engine import startup as opening
 from specdec_kernels.engine.device.prefill_graphs import captured_shapes
-from specdec_kernels.models.language_model import open_language_model
+from specdec_kernels.models.backends.select import open_language_model
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from support.tiny_random_models import NATIVE, tiny_model
@@ -125,7 +125,7 @@ def test_rotations_of_one_layer_type_that_change_with_the_length() -> None:
     with pytest.raises(ValueError) as error:
         Engine(model, max_len=97, **options)
     assert str(error.value) == (
-        "model: Gemma3ForCausalLM has rotations of rope_type 'longrope' that change behind 96 tokens "
+        "model: Gemma3ForCausalLM has rotations of rope_type 'longrope' that change after 96 tokens "
         "(max_len is 97), expected a decoder with causal attention through transformers' attention interface"
     )
     prompt = torch.randint(5, 150, (60,)).tolist()

@@ -70,15 +70,20 @@ def run_model(model: str, as_json: bool) -> int:
 
 def model_facts(model: str) -> dict[str, Any]:
     """Return how an engine would run the model of a folder or hub id, as far as its config tells."""
-    from ..models.language_model import Way, way_of
+    from ..models.backends.select import BackendSummary, summarize_backend
     from ..models.weights.checkpoint import expect_folder
     from ..models.weights.loading import config_of
 
-    facts: dict[str, Any] = {"model": model, "model_type": None, **dict.fromkeys(Way._fields), "refused": None}
+    facts: dict[str, Any] = {
+        "model": model,
+        "model_type": None,
+        **dict.fromkeys(BackendSummary._fields),
+        "refused": None,
+    }
     try:
         expect_folder(model, "model")
         facts["model_type"] = config_of(model).model_type
-        return facts | way_of(model)._asdict()
+        return facts | summarize_backend(model)._asdict()
     except (OSError, ValueError) as error:
         return facts | {"refused": str(error)}
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
+from ..models.backends.select import implementation_of, windows_of
 from ..models.families import kv_numbers, position_limit
-from ..models.language_model import implementation_of, windows_of
 from ..models.weights.kv_scales import kv_dtype_of
 from ..models.weights.loading import DTYPES
 from ..plans import Gpu

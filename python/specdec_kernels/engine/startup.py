@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..models.language_model import LanguageModel, open_language_model
+from ..models.backends.select import open_language_model
+from ..models.language_model import LanguageModel
 from ..models.options import ModelOptions
 from .config import MAX_STOP_TOKENS, EngineConfig, PagePlan
 from .device.executor import Executor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..models.language_model import LanguageModel
 from ..models.weights.loading import some
-from ..models.weights.offload import Lacking, weights_of
+from ..models.weights.offload import MissingWeights, weights_of
 from ..models.weights.update import Update, write
 from .drafts import Draft, HasWeights, composition
 from .drafts.composition import having, leaves
@@ -36,7 +36,7 @@ class WeightManager:
         self._target, self._draft = runtime.executor.target, runtime.executor.draft
         self._checksum: str | None = None  # of the target's weights; None: not computed
         self._sleep_level = 0  # 0: awake
-        self._missing = Lacking({})  # weights dropped by sleep(2) and not given again
+        self._missing = MissingWeights({})  # weights dropped by sleep(2) and not given again
 
     def checksum(self) -> str:
         """Return a checksum over samples of each of the target's weights."""
@@ -53,7 +53,7 @@ class WeightManager:
                 given.write()
                 self._checksum = None
             if self._threads.unready:
-                self._missing.note(given.updates)
+                self._missing.record(given.updates)
                 self._threads.unready = why_unready(self._missing)
 
     def sleep(self, level: int) -> None:
@@ -97,7 +97,7 @@ class WeightManager:
                     runtime.graphs = capture_all(runtime.executor, runtime.config, runtime.stream, progress=False)
                     runtime.scheduler.set_graphs(runtime.graphs.raw() if runtime.graphs else {})
             self._sleep_level = 0
-            self._missing = Lacking(own_weights(self._target, self._draft) if level == 2 else {})
+            self._missing = MissingWeights(own_weights(self._target, self._draft) if level == 2 else {})
             self._threads.unready = why_unready(self._missing)
 
     def _expect_awake(self, op: str) -> None:
@@ -169,7 +169,7 @@ def own_weights(target: LanguageModel, draft: Draft) -> dict[str, Tensor]:
     return weights
 
 
-def why_unready(missing: Lacking) -> str:
+def why_unready(missing: MissingWeights) -> str:
     """Return why no request can start while weights are missing; empty if none are."""
     if not missing.names:
         return ""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.backends.native import Prefilled
+from ...models.language_model import Prefilled
 from ...models.layers.paged_batch import LastRows, PagedBatch
 from .state import EngineState
 

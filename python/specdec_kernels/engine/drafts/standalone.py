@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...models.backends.select import open_language_model
 from ...models.heads.base import Features
-from ...models.language_model import LanguageModel, open_language_model
+from ...models.language_model import LanguageModel
 from ...models.layers.paged_batch import PagedBatch
 from ...models.options import ModelOptions
 from ...models.weights.checkpoint import expect_folder

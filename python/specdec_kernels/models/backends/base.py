@@ -1,4 +1,4 @@
-"""What the ways to run a model have in common: transformers' module, which has the weights, and KV pools."""
+"""What all backends share: the module of transformers, which holds the weights, and KV pools."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
 from ..state_cache import StateCache
 from ..weights.kv_scales import checkpoint_scales, measured_scale
-from ..weights.offload import fetch, forget_joined, stow, weights_of
+from ..weights.offload import offload, onload, unfuse_quantized, weights_of
 from ..weights.update import Skeleton, Update, updates_of
 
-MEASURED_ROWS = 256  # from which the scales of 8-bit KV are measured
+MEASURED_ROWS = 256  # tokens whose KV the scales of 8-bit KV are measured from
 
 
-class HeldModel:
+class PagedModel:
     """A module of transformers with the KV pools of its attention.
 
     Attributes:
         model: the module.
         is_given: whether the module is the caller's, and not loaded here.
         max_len: the longest sequence to be served.
-        pools: of the attention calls of a pass, in their order.
-        states: of the layers that keep a recurrent state; None: there are none.
+        pools: KV pools of the attention calls of a pass, in their order.
+        states: the cache of the layers that keep a recurrent state; None: there are none.
     """
 
     model: Any
@@ -59,42 +59,43 @@ class HeldModel:
         raise NotImplementedError
 
     def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
-        """What `updates_of` says of this model's weights; `refresh` comes behind writing them."""
+        """Return the updates of this model's weights, as `updates_of` does. Call `refresh` after writing them."""
         if self._skeleton is None:
             self._skeleton = Skeleton(self.model)
         return updates_of(self.model, self._skeleton, weights, self.pools, name)
 
     def refresh(self) -> None:
-        """Parts that were made of weights follow them."""
+        """Recompute, in place, what was made of weights."""
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Those that are the model's own to put away: of a module that was given, none."""
+        """Return the weights that may be offloaded; none of a module that the caller gave."""
         return {} if self.is_given else weights_of(self.model)
 
     def sleep(self, level: int) -> None:
-        """Without pools, and with weights in host memory (1) or nowhere (2)."""
+        """Drop the pools, and offload the weights to host memory (1) or drop them (2)."""
         self.resize_pools(0)
         self._device = self.embedding.weight.device
-        if self._puts_away(level):
+        if self._offloads(level):
             self._drop_parts()
-            stow(self.weights, drop=level == 2)
+            offload(self.weights, drop=level == 2)
 
     def wake(self, level: int, num_pages: int) -> None:
-        if self._puts_away(level):
-            fetch(self.weights, self._device, dropped=level == 2)
+        """Undo `sleep`, with empty pools; weights that were dropped are zeros."""
+        if self._offloads(level):
+            onload(self.weights, self._device, dropped=level == 2)
             self._make_parts()
         self.resize_pools(num_pages)
 
-    def _puts_away(self, level: int) -> bool:
+    def _offloads(self, level: int) -> bool:
         return not self.is_given and (level == 2 or self._device.type != "cpu")
 
     def _drop_parts(self) -> None:
-        """Nothing but the module has its weights any more."""
-        forget_joined(self.model)
+        """Let go of all references to weights but the module's."""
+        unfuse_quantized(self.model)
 
     def _make_parts(self) -> None:
-        """What a pass computes with, from the module."""
+        """Make what a pass computes with from the module."""
 
     def commit_path(
         self,
@@ -115,32 +116,33 @@ class HeldModel:
             self.states.move(path, num_valid, slots)
 
     def resize_pools(self, num_pages: int) -> None:
-        """Other pools, empty, with another number of pages."""
+        """Replace the pools by empty ones of another number of pages."""
         self._hold(self.pools.with_pages(num_pages))
 
     def _hold(self, pools: KvPools) -> None:
-        """These are the pools from now on."""
+        """Use these pools from now on."""
         self.pools = pools
 
-    def _make_pools(self, source: str | Path | nn.Module, shapes: Sequence[KvLayout], options: ModelOptions) -> None:
-        """Allocate pools of `kv_dtype`. If it differs from `dtype`, they have the scales of the source's checkpoint, or
-        measured ones.
+    def _make_pools(self, source: str | Path | nn.Module, layouts: Sequence[KvLayout], options: ModelOptions) -> None:
+        """Allocate pools of `kv_dtype`.
+
+        If it differs from `dtype`, their scales are those of the source's checkpoint, or are measured.
         """
         self.is_given = isinstance(source, nn.Module)
         page_size, dtype = options.page_size, options.dtype
         kv_dtype, device = options.kv_dtype or dtype, self.embedding.weight.device
         scales: Sequence[tuple[float, ...]] | None = None
         if kv_dtype != dtype:
-            scales = checkpoint_scales(source, len(shapes), options.name)
+            scales = checkpoint_scales(source, len(layouts), options.name)
             if scales is None:
-                self._hold(KvPools.allocate(shapes, -(-MEASURED_ROWS // page_size), page_size, dtype, device))
+                self._hold(KvPools.allocate(layouts, -(-MEASURED_ROWS // page_size), page_size, dtype, device))
                 scales = self._measured_scales()
         sizes = options.num_pages, page_size
-        self._hold(KvPools.allocate(shapes, *sizes, kv_dtype, device, scales, options.window_pages))
+        self._hold(KvPools.allocate(layouts, *sizes, kv_dtype, device, scales, options.window_pages))
 
     @torch.inference_mode()
     def _measured_scales(self) -> list[tuple[float, ...]]:
-        """Scales measured from the keys and values that one pass leaves in the pools, which are not 8-bit yet."""
+        """Measure scales from the keys and values that one pass writes to pools of `dtype`."""
         count, device = min(MEASURED_ROWS, self.max_len), self.embedding.weight.device
         drawn = torch.randint(self.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
         zero = torch.zeros(1, dtype=torch.int32, device=device)

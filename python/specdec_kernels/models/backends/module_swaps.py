@@ -1,9 +1,9 @@
-"""Parts of ours in the place of a module's own, on the general way, where they give the same numbers.
+"""Module swaps of the transformers backend: forward passes by our kernels where they compute the same.
 
-A norm of transformers is eight launches, and ours is one; of few rows a product of ours is quicker than cuBLAS. What
-may stand in is found by what a module does, not by its name: both compute the same drawn rows before it is taken. The
-modules keep their classes, parameters and hooks, and only their forward pass is another. They are copies
-(`transformers_lm.shared_copy`), so that the model itself stays as it is.
+A norm of transformers is eight launches, and ours is one; for few rows our GEMM is faster than cuBLAS. A module is
+recognized by what it computes, not by its name: both run on the same random rows before ours replaces it. Modules keep
+their classes, parameters and hooks; only their forward pass changes. They are copies (`module_copy.shared_copy`), so
+the model itself stays as it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -28,23 +27,22 @@ from ..layers.quantized import QuantizedLinear
 from ..weights.loading import PARTS
 from ..weights.update import write_over
 
-EXPERTS = "specdec_experts"  # of our products of experts, among transformers'
-ROTATION = "apply_rotary_pos_emb"  # what modeling files call the function that rotates queries and keys
+EXPERTS = "specdec_experts"  # our experts, among transformers' implementations
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
-# How far two ways to the same number may be apart: roundings of its dtype, and as many of the largest one's.
+# Largest relative difference of two results that count as the same; and absolute, relative to the largest element / 8.
 NEAR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-class StandIns:
-    """Forward passes of ours that modules have where these compute what their own do.
+class ModuleSwaps:
+    """Replaced forward passes of a model's modules.
 
     Args:
         model: a copy whose modules nobody else runs.
-        widths: how long the rows are that enter a module, of those that a pass has run.
+        widths: the row length of the input of each module that a pass has run.
 
     Attributes:
-        counts: of each kind, how many there are.
+        counts: the number of swapped modules of each kind.
     """
 
     def __init__(self, model: nn.Module, widths: dict[nn.Module, int]) -> None:
@@ -56,64 +54,65 @@ class StandIns:
                 maker: Callable[[], RMSNorm | GatedMLP] | None
                 if (maker := norm_like(module, width, like)) is not None:
                     self.counts["norms"] += 1
-                elif (maker := gated_like(module, width)) is not None:
-                    self.counts["gated"] += 1
+                elif (maker := mlp_like(module, width)) is not None:
+                    self.counts["mlps"] += 1
                 if maker is not None:
-                    self._stand_in(module, len(self._makers), width, like.dtype)
+                    self._swap(module, len(self._makers), width, like.dtype)
                     self._makers.append(maker)
             for module in model.modules():
                 if type(module) is nn.Linear:
-                    module.forward = partial(_product, module)  # type: ignore[method-assign]
-                    self.counts["products"] += 1
+                    module.forward = partial(_linear, module)  # type: ignore[method-assign]
+                    self.counts["linears"] += 1
             self.make()
 
     @torch.no_grad()
     def make(self) -> None:
-        """The parts, of the parameters that the modules have now."""
+        """Make our layers from the parameters that the modules have now."""
         self._parts = [maker() for maker in self._makers]
 
     def drop(self) -> None:
-        """Nothing but the modules has their parameters any more; no pass runs until `make`."""
+        """Let go of the parameters; no pass may run until `make`."""
         self._parts.clear()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """What was made of parameters follows them, where it is."""
+        """Recompute, in place, what was made of parameters."""
         write_over(self._parts, [maker() for maker in self._makers])
 
-    def _stand_in(self, module: nn.Module, index: int, width: int, dtype: torch.dtype) -> None:
-        """For rows of this width and dtype; others, and what has more arguments, are left to the module."""
+    def _swap(self, module: nn.Module, index: int, width: int, dtype: torch.dtype) -> None:
+        """Swap for rows of this width and dtype; the module runs others itself, and calls with more arguments."""
         own = module.forward
 
         def forward(*arguments: Any, **named: Any) -> Any:
             if len(arguments) == 1 and not named and arguments[0].dtype == dtype and arguments[0].shape[-1] == width:
                 part = self._parts[index]
-                return part(arguments[0]) if isinstance(part, RMSNorm) else _gated(part, arguments[0])
+                return part(arguments[0]) if isinstance(part, RMSNorm) else _mlp(part, arguments[0])
             return own(*arguments, **named)
 
         module.forward = forward
 
 
-def _gated(part: GatedMLP, x: Tensor) -> Tensor:
+def _mlp(part: GatedMLP, x: Tensor) -> Tensor:
     return part.output(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-def _product(linear: nn.Linear, x: Tensor) -> Tensor:
-    """The product by the parameters that the module has now, which a merged one may have moved."""
+def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Multiply by the parameters that the module has now: fusing may have moved them."""
     if x.dtype != linear.weight.dtype:
-        return functional.linear(x, linear.weight, linear.bias)  # which says what is wrong
+        return functional.linear(x, linear.weight, linear.bias)  # raises torch's own error
     return linear_of(linear)(x)
 
 
 def near(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether two results are equal but for rounding in `dtype`."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = a.float(), b.float()
     return torch.allclose(a, b, rtol=NEAR[dtype], atol=NEAR[dtype] * float(b.abs().max()) / 8)
 
 
-def drawn(rows: int, width: int, like: Tensor) -> Tensor:
-    """[1, rows, width], the same ones always."""
+def random_rows(rows: int, width: int, like: Tensor) -> Tensor:
+    """Return random rows [1, rows, width] from a fixed seed."""
     x = torch.randn(1, rows, width, generator=torch.Generator().manual_seed(rows))
     return x.to(like.device, like.dtype)
 
@@ -121,9 +120,9 @@ def drawn(rows: int, width: int, like: Tensor) -> Tensor:
 def agree(
     module: nn.Module, ours: Callable[[Tensor], Tensor], width: int, like: Tensor, scales: tuple[float, ...]
 ) -> bool:
-    """Whether the module and ours make the same of drawn rows of these sizes."""
+    """Return whether the module and ours compute the same for random rows of these magnitudes."""
     for scale in scales:
-        x = drawn(5, width, like) * scale
+        x = random_rows(5, width, like) * scale
         try:
             theirs = module(x.clone())
             mine = ours(x)
@@ -135,8 +134,9 @@ def agree(
 
 
 def norm_like(module: nn.Module, width: int, like: Tensor) -> Callable[[], RMSNorm] | None:
-    """What makes the root mean square norm that a module is, by weight, 1 + weight or ones, which are like `like`;
-    None: it is none.
+    """Return a factory of the RMSNorm that a module computes, by weight, 1 + weight or ones of the dtype of `like`.
+
+    None: the module is no RMSNorm.
     """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     eps = next((getattr(module, name) for name in EPSILONS if isinstance(getattr(module, name, None), float)), None)
@@ -153,14 +153,14 @@ def norm_like(module: nn.Module, width: int, like: Tensor) -> Callable[[], RMSNo
             lambda: RMSNorm((1 + weight.detach().float()).to(weight.dtype), eps),
         ]
     for maker in makers:
-        # Small rows show how large eps is.
+        # Small rows reveal eps.
         if agree(module, maker().__call__, width, like, (1.0, 30.0, eps**0.5)):
             return maker
     return None
 
 
-def gated_like(module: nn.Module, width: int) -> Callable[[], GatedMLP] | None:
-    """What makes the gated feed-forward part that a module is, and merges its weights; None: it is none."""
+def mlp_like(module: nn.Module, width: int) -> Callable[[], GatedMLP] | None:
+    """Return a factory of the gated MLP that a module computes, which fuses its weights; None: the module is none."""
     linears = {name: part for name, part in module.named_children() if isinstance(part, (nn.Linear, QuantizedLinear))}
     parts = {PARTS.get(name): part for name, part in linears.items()}
     others = [part for part in module.children() if part not in linears.values()]
@@ -177,31 +177,16 @@ def gated_like(module: nn.Module, width: int) -> Callable[[], GatedMLP] | None:
         out: Tensor = down((functional.silu(opened) if activation is None else activation(opened)) * up(x))
         return out
 
-    # Large rows show a clamp, if there is one.
+    # Large rows reveal a clamp.
     if not agree(module, by_parts, width, like, (1.0, 20.0)):
         return None
     return lambda: GatedMLP(fused(gate, up), linear_of(down), activation)
 
 
-def route_rotations(model: nn.Module, rotate: Callable[..., Any]) -> None:
-    """Has modules ask `rotate` (the function they would have called, and its arguments) to rotate queries and keys."""
-    routed: dict[Any, Any] = {}
-    for module in model.modules():
-        forward = type(module).forward
-        code = getattr(forward, "__code__", None)
-        if code is None or ROTATION not in code.co_names or ROTATION not in forward.__globals__:
-            continue
-        if forward not in routed:
-            names = forward.__globals__ | {ROTATION: partial(rotate, forward.__globals__[ROTATION])}
-            other = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
-            other.__kwdefaults__ = forward.__kwdefaults__
-            routed[forward] = other
-        module.forward = MethodType(routed[forward], module)
-
-
 def is_rotation_of_halves(q: Tensor, k: Tensor, out: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Whether `out` is q and k [1, heads, T, D], rotated number i with number i + D / 2 by cosines and sines
-    [1, T, D / 2], or these twice [1, T, D], as `rope_qkv_write_kv` does it.
+    """Return whether `out` is q and k [1, heads, T, D] as `rope_qkv_write_kv` rotates them.
+
+    It rotates element i with element i + D / 2, by cosines and sines [1, T, D / 2], or these twice [1, T, D].
     """
     if named or len(arguments) != 2 or not all(isinstance(table, Tensor) for table in arguments):
         return False
@@ -221,7 +206,7 @@ def is_rotation_of_halves(q: Tensor, k: Tensor, out: Any, arguments: tuple[Any, 
 
 
 def experts_function(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The products of experts among transformers' own: by `Experts`, which never wait for the host."""
+    """Run experts by `Experts`, which never wait for the host, with the signature of transformers' functions."""
     if getattr(module, "has_post_expert_norm", False):
         other: Tensor = ALL_EXPERTS_FUNCTIONS["batched_mm"](module, hidden_states, top_k_index, top_k_weights)
         return other

@@ -1,9 +1,8 @@
-"""A Hugging Face causal language model over paged KV: the target, and the standalone draft."""
+"""The native backend: a causal language model of transformers, computed by our layers over paged KV."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,49 +10,40 @@ from transformers import PretrainedConfig
 
 from ..families import Decoder, Family, family_of
 from ..kv_pools import KvLayout, KvPools
+from ..language_model import Prefilled, States
 from ..layers.mixer import Mixer, attach_caches, kv_layouts_of
 from ..layers.outputs import LayerOutput, select_rows
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
-from ..weights.loading import config_of, drop_other_senses, load_causal_lm, place
+from ..weights.loading import config_of, keep_text_only, load_causal_lm, place
 from ..weights.sharding import divide
 from ..weights.update import write_over
-from .base import HeldModel
+from .base import PagedModel
 
 
 def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> Family:
-    """The family that makes parts of such a model; ValueError, by name, for what they cannot express."""
+    """Return the family that makes the layers of such a model.
+
+    Raises:
+        ValueError: what they cannot express, by name.
+    """
     family = family_of(config, name)
     family.check(name)
     family.check_len(max_len, name)
     return family
 
 
-class States(NamedTuple):
-    """What a forward pass leaves of its rows."""
-
-    hidden: Tensor  # [*tokens, H], after the final norm
-    features: Tensor | None  # [*tokens, len(feature_layers) * H], side by side; None: no layer was asked for
-
-
-class Prefilled(NamedTuple):
-    """What a forward pass for the sake of KV leaves."""
-
-    hidden: Tensor | None  # [R, H], after the final norm, of the last rows; None: of none
-    features: Tensor | None  # as of `States`, of all rows
-
-
-class CausalLM(HeldModel):
+class CausalLM(PagedModel):
     """The model with its KV pools, and one forward pass for every purpose (prefill, tree, draft step).
 
     Args:
         model: a path or hub id for `AutoModelForCausalLM`, or a module already loaded. Its weights are shared: those of
-            projections that are merged become rows of the merged ones. It is moved to the device, and its parameters
-            are cast to dtype, if they are elsewhere or otherwise; nothing else about it changes.
+            projections that are fused become rows of the fused weight. It is moved to the device, and its parameters
+            are cast to dtype; nothing else about it changes.
         options: how it is loaded, and its pools.
 
     Raises:
-        ValueError: an architecture or head dimension that is not supported; what `models.loading` refuses.
+        ValueError: an architecture or head dimension that is not supported; what `models.weights.loading` refuses.
     """
 
     def __init__(self, model: str | Path | nn.Module, options: ModelOptions) -> None:
@@ -62,7 +52,7 @@ class CausalLM(HeldModel):
         family = check_supported(self._config, options.max_len, options.name)
         self.model = load_causal_lm(model, options.dtype, options.name, family.packages, options.adapter)
         if not isinstance(model, nn.Module):
-            drop_other_senses(self.model)
+            keep_text_only(self.model)
         plan = getattr(whole_config, "base_model_tp_plan", None)
         divide(self.model, plan, options.shard, options.reduction, options.name)
         place(self.model, options.dtype, options.device)
@@ -100,14 +90,15 @@ class CausalLM(HeldModel):
         return size
 
     def forward(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> States:
-        """A pass over tokens [B, Q], or packed ones [M], rotated at positions of that shape."""
+        """Run tokens [B, Q], or packed ones [M], at positions of that shape."""
         x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, batch)
         hidden = self.decoder.norm.add_norm(x, residual)[0]
         return States(hidden.view(*tokens.shape, -1), self._features(kept, tokens))
 
     def prefill(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, last: LastRows | None = None) -> Prefilled:
-        """`forward` for the sake of the rows' KV, of the features and of the hidden states of the last rows. They alone
-        pass what follows the last layer's KV, where theirs is written a second time.
+        """Write the rows' KV, and return the features, and the hidden states of the last rows.
+
+        Only the last rows pass what follows the last layer's KV write; their KV in that layer is written twice.
         """
         layer, norm, hidden = self.decoder.layers[-1], self.decoder.norm, None
         # A recurrent mixer counts each row once: it must not run again for the last rows.
@@ -119,7 +110,7 @@ class CausalLM(HeldModel):
                 hidden = states[last.indices]
         else:
             x, residual, kept = self._pass(len(self.decoder.layers) - 1, tokens, positions, batch)
-            if last is not None:  # rows of their own, since whatever enters the layer writes over the residual
+            if last is not None:  # copies, because entering the layer overwrites the residual
                 of_last = (
                     select_rows(last.indices, x),
                     None if residual is None else select_rows(last.indices, residual),
@@ -133,14 +124,15 @@ class CausalLM(HeldModel):
     def _pass(
         self, count: int, tokens: Tensor, positions: Tensor, batch: PagedBatch
     ) -> tuple[LayerOutput, Tensor | None, Tensor]:
-        """What the first `count` layers leave for what comes behind them to enter: rows [T, H], and the state of the
-        residual stream, if there is one. And the states that entered the kept layers [T, len(_kept_layers), H], which
-        for the one behind these are there when it is entered.
+        """Run the first `count` layers.
+
+        Returns:
+            Their output [T, H], the residual stream, if there is one, and the states that entered the kept layers
+            [T, len(_kept_layers), H]. If layer `count` is kept, its state is there once that layer is entered.
         """
         layers = self.decoder.layers
         embedded, residual = self.decoder.embedding(tokens, positions).flatten(0, -2), None
-        # The residual stream is in one place, where it is written over; and in others where a feature stays behind, for
-        # which it is there before it enters that layer.
+        # The residual stream is updated in place. At a kept layer it moves on to another tensor, and the feature stays.
         kept = embedded.new_empty(len(embedded), len(self._kept_layers), embedded.shape[-1])
         places = iter([*kept.unbind(1), embedded])
         moving = {0, *self._kept_layers} if self._kept_layers else set()
@@ -152,7 +144,7 @@ class CausalLM(HeldModel):
         return x, residual, kept
 
     def _features(self, kept: Tensor, tokens: Tensor) -> Tensor | None:
-        """The feature layers' states side by side, in the order that was asked for."""
+        """Concatenate the feature layers' states in the order that was asked for."""
         if not self.feature_layers:
             return None
         kept = kept.view(*tokens.shape, *kept.shape[1:])
@@ -161,5 +153,5 @@ class CausalLM(HeldModel):
         return torch.cat([kept[..., self._kept_layers.index(layer), :] for layer in self.feature_layers], dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] from hidden states [..., H]."""
+        """Return [..., V] for hidden states [..., H]."""
         return self.decoder.head(hidden)

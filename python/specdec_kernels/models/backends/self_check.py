@@ -1,74 +1,77 @@
-"""Whether a model of transformers computes with our attention what it computes with its own.
+"""A check that a model computes with our attention what its module computes with its own.
 
-Drawn tokens go through both: through the module as transformers runs it, a sequence for each path of a tree; and
-through ours, a prefix in two chunks and then the tree at once. Their log-probabilities may differ by rounding alone.
+Random tokens go through both: through the module as transformers runs it, a sequence for each path of a tree; and
+through ours, a prefix in two chunks and then the tree at once. Log-probabilities may differ by rounding alone.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops import build_tree_from_parents
+from ..language_model import LanguageModel
 from ..layers.paged_batch import PagedBatch
+from .module_copy import accepted, shared_copy
 
-if TYPE_CHECKING:
-    from .transformers import TransformersLM
+PREFIX = 21  # tokens, fewer if max_len leaves no room
+CHUNK = 12  # tokens of the prefix in the first pass
+PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3]  # the tree: siblings, and paths of several lengths
 
-PREFIX = 21  # tokens, as many as a text has room for at most
-CHUNK = 12  # of them in the first pass
-PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3]  # of the tree's nodes; siblings, and paths of several lengths
-
-# Largest difference, as a share of the root mean square of the log-probabilities' spread in a row.
+# Largest difference, relative to the standard deviation of a row's log-probabilities.
 LARGEST = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
 @torch.inference_mode()
-def check_against_itself(lm: TransformersLM, name: str) -> None:
-    """ValueError for a model whose rows of a tree are not those of its own forward pass, with how far they are off."""
+def check_against_itself(lm: LanguageModel, dtype: torch.dtype, name: str) -> None:
+    """Compare the logits of a tree with those of the module's own forward pass.
+
+    Raises:
+        ValueError: they differ, with how far; the module does not run on tokens alone.
+    """
     parents = PARENTS[: max(1, lm.max_len // 2)]
     prefix = max(0, min(PREFIX, lm.max_len - len(parents)))
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(lm.config.vocab_size, (prefix + len(parents),), generator=generator).to(lm.device)
+    tokens = torch.randint(lm.config.vocab_size, (prefix + len(parents),), generator=generator)
+    tokens = tokens.to(lm.embedding.weight.device)
     try:
         theirs, cached = own_logits(lm, tokens, prefix, parents)
     except Exception as error:
-        said = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]
         raise ValueError(
-            f"{name}: {type(lm.model).__name__} does not run on tokens alone ({type(error).__name__}: {said}), "
+            f"{name}: {type(lm.model).__name__} does not run on tokens alone ({type(error).__name__}: {message}), "
             "expected a model that generates text from text"
         ) from error
-    if (far := difference(theirs[-1:], cached, lm.dtype)) > LARGEST[lm.dtype]:
+    if (far := difference(theirs[-1:], cached, dtype)) > LARGEST[dtype]:
         raise ValueError(
             f"{name}: {type(lm.model).__name__} gives other logits with its own cache than without, {far:.2g} of their "
-            f"spread apart, expected at most {LARGEST[lm.dtype]} (what it generates is not what it scores)"
+            f"spread apart, expected at most {LARGEST[dtype]} (what it generates is not what it scores)"
         )
-    far = difference(theirs, tree_logits(lm, tokens, prefix, parents), lm.dtype)
-    if not far <= LARGEST[lm.dtype]:  # nor a NaN
+    far = difference(theirs, tree_logits(lm, tokens, prefix, parents), dtype)
+    if not far <= LARGEST[dtype]:  # nor a NaN
         raise ValueError(
             f"{name}: {type(lm.model).__name__} gives other logits with our attention than with its own, {far:.2g} of "
-            f"their spread apart, expected at most {LARGEST[lm.dtype]} "
+            f"their spread apart, expected at most {LARGEST[dtype]} "
             "(it carries more than keys and values from token to token, or attends in a way of its own)"
         )
 
 
 def difference(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> float:
-    """The largest between two sets of logits [nodes, V], in parts of the spread of their log-probabilities."""
+    """Return the largest difference of two sets of logits [nodes, V], relative to their log-probabilities' spread."""
     theirs, ours = (logits.float().log_softmax(-1) for logits in (theirs, ours))
     spread = (theirs - theirs.mean(-1, keepdim=True)).square().mean(-1).sqrt().clamp(min=1e-6)
     off = (theirs - ours).abs().amax(-1) / spread
-    # Where numbers are short, rounding may send a token to another expert: a row or two then differ.
+    # In 16 bits, rounding may send a token to another expert: a row or two then differ.
     return float(off.max() if dtype == torch.float32 else off.median())
 
 
-def own_logits(lm: TransformersLM, tokens: Tensor, prefix: int, parents: list[int]) -> tuple[Tensor, Tensor]:
-    """[nodes, V], of each node behind its path, by the module's own forward pass; and [1, V], of the last node again,
-    by two passes with the module's own cache.
-    """
-    from .transformers import shared_copy
+def own_logits(lm: LanguageModel, tokens: Tensor, prefix: int, parents: list[int]) -> tuple[Tensor, Tensor]:
+    """Return logits of the module's own forward pass.
 
+    Those of each node after its path [nodes, V]; and of the last node by two passes with the module's cache [1, V].
+    """
     model = shared_copy(lm.model)
     rows = []
     for node in range(len(parents)):
@@ -86,14 +89,12 @@ def own_logits(lm: TransformersLM, tokens: Tensor, prefix: int, parents: list[in
         cached = run(model, sequence, begin, use_cache=True, past_key_values=first.past_key_values).logits[0, -1:]
     else:
         cached = logits[-1:]
-    of_nodes = dict(rows)
-    return torch.stack([of_nodes[node] for node in range(len(parents))]), cached
+    by_node = dict(rows)
+    return torch.stack([by_node[node] for node in range(len(parents))]), cached
 
 
 def run(model: Any, sequence: Tensor, begin: int, **options: Any) -> Any:
-    """A pass over the tokens [1, n] from `begin` on, with what `generate` of transformers would say of them."""
-    from .transformers import accepted
-
+    """Run the tokens [1, n] from `begin` on, with the arguments that `generate` of transformers would pass."""
     positions = torch.arange(sequence.shape[1], device=sequence.device)[None]
     arguments = {
         "input_ids": sequence[:, begin:],
@@ -103,20 +104,20 @@ def run(model: Any, sequence: Tensor, begin: int, **options: Any) -> Any:
     return model(**accepted(model, arguments | options))
 
 
-def tree_logits(lm: TransformersLM, tokens: Tensor, prefix: int, parents: list[int]) -> Tensor:
-    """[nodes, V]: of all nodes in one pass over the prefix."""
-    device, numbers = lm.device, tokens.to(torch.int32)
+def tree_logits(lm: LanguageModel, tokens: Tensor, prefix: int, parents: list[int]) -> Tensor:
+    """Return the logits [nodes, V] of all nodes by one pass over the prefix."""
+    device, ids = tokens.device, tokens.to(torch.int32)
     pages = torch.arange(lm.pools.num_pages, dtype=torch.int32, device=device).flip(0)[None]
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     for begin in range(0, prefix, CHUNK):
-        chunk = numbers[begin : min(begin + CHUNK, prefix)][None]
+        chunk = ids[begin : min(begin + CHUNK, prefix)][None]
         at = torch.full((1,), begin, dtype=torch.int32, device=device)
         rows = PagedBatch(slots=slots, page_table=pages, prefix_lens=at, tail_len=chunk.shape[1])
         positions = begin + torch.arange(chunk.shape[1], dtype=torch.int32, device=device)[None]
         lm.prefill(chunk, positions, rows)
     seq_lens = torch.full((1,), prefix, dtype=torch.int32, device=device)
     tree = build_tree_from_parents(
-        numbers[prefix:][None].contiguous(), torch.tensor([parents], dtype=torch.int32, device=device), seq_lens
+        ids[prefix:][None].contiguous(), torch.tensor([parents], dtype=torch.int32, device=device), seq_lens
     )
     rows = PagedBatch(slots=slots, page_table=pages, prefix_lens=seq_lens, tail_len=len(parents), mask=tree.mask)
     return lm.logits(lm.forward(tree.tokens, tree.positions, rows).hidden)[0]

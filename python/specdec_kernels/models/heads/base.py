@@ -35,8 +35,8 @@ from ..layers.paged_batch import PagedBatch
 from ..layers.rope import Rope
 from ..weights.checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, readable, tensor_names
 from ..weights.loading import some
-from ..weights.offload import fetch, stow
-from ..weights.update import Update, expect_numbers, expect_tensors, write_over
+from ..weights.offload import offload, onload
+from ..weights.update import Update, expect_floats, expect_tensors, write_over
 
 LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.")
 
@@ -187,7 +187,7 @@ class DraftHead(nn.Module):
             except ValueError as error:
                 raise ValueError(str(error).replace(f"{name}: d2t", f"{name}['d2t']")) from None
             updates.append(Update(self.id_map, ids))
-        expect_numbers({key: weights[key] for key in given.values()}, name)
+        expect_floats({key: weights[key] for key in given.values()}, name)
         for own, key in given.items():
             if own in self._of_target:
                 raise ValueError(f"{name} has {key}, which is the target's, expected weights of the head's own")
@@ -196,7 +196,7 @@ class DraftHead(nn.Module):
             if weights[key].shape != parameters[own].shape:
                 shapes = list(weights[key].shape), list(parameters[own].shape)
                 raise ValueError(f"{name} has {key} of shape {shapes[0]}, expected {shapes[1]}")
-            updates.append(Update(parameters[own].data, weights[key]))
+            updates.append(Update(parameters[own].data, weights[key], parameters[own]))
         return updates
 
     @property
@@ -206,18 +206,18 @@ class DraftHead(nn.Module):
         return {name: parameter for name, parameter in own.items() if name not in self._of_target}
 
     def sleep(self, level: int) -> None:
-        """As `HeldModel.sleep`, behind the target's."""
+        """Sleep as `PagedModel.sleep` does, after the target."""
         self.resize_pools(0)
         self._device = self.fc.weight.device
         del self._parts
         if level == 2 or self._device.type != "cpu":
-            stow(self.weights, drop=level == 2)
+            offload(self.weights, drop=level == 2)
 
     @torch.no_grad()
     def wake(self, level: int, num_pages: int) -> None:
-        """As `HeldModel.wake`, behind the target's."""
+        """Wake as `PagedModel.wake` does, after the target."""
         if level == 2 or self._device.type != "cpu":
-            fetch(self.weights, self._device, dropped=level == 2)
+            onload(self.weights, self._device, dropped=level == 2)
         self._parts = self._make_parts()
         self.resize_pools(num_pages)
 

@@ -121,7 +121,7 @@ def placeholders(config: Any) -> dict[int, str]:
     return {token: name for token, name in tokens if isinstance(token, int)}
 
 
-def drop_other_senses(model: Any) -> None:
+def keep_text_only(model: Any) -> None:
     """Leaves of a model that was loaded here what text goes through."""
     body = model.base_model
     if (decoder := model.get_decoder()) is not body:
@@ -429,7 +429,8 @@ class Expert(NamedTuple):
     module: Any
     number: int
     part: str  # "gate", "up" or "down"
-    rows: Tensor  # [out, in], a view
+    weight: nn.Parameter  # of all experts
+    rows: Tensor  # [out, in], a view of it
 
 
 def expert_of(path: str, modules: dict[str, Any]) -> Expert | None:
@@ -443,9 +444,10 @@ def expert_of(path: str, modules: dict[str, Any]) -> Expert | None:
     number, inner = int(match[2]), module.down_proj.shape[2]
     if number >= experts_in(module):
         return None
-    whole = (module.down_proj if part == "down" else module.gate_up_proj).data[number]
+    weight = module.down_proj if part == "down" else module.gate_up_proj
+    whole = weight.data[number]
     rows = {"gate": whole[:inner], "up": whole[inner:], "down": whole}[part]
-    return Expert(match[1], module, number, part, rows)
+    return Expert(match[1], module, number, part, weight, rows)
 
 
 def experts_in(module: Any) -> int:

@@ -1,11 +1,9 @@
-"""Weights out of the way for a while: in host memory, or nowhere. Tensors stay the objects that they are, and keep
-their shapes.
-"""
+"""Weights offloaded to host memory or dropped. Tensors stay the same objects, and keep their shapes."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,29 +12,29 @@ from ..layers.moe import QuantizedExperts
 from ..layers.quantized import QuantizedLinear
 from .update import Update
 
-HEAVY = ("qweight", "scales")  # of a quantised product
+LARGE = ("qweight", "scales")  # buffers of a quantized linear that are worth offloading
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """All that a checkpoint would replace: parameters, and numbers and scales of quantised products."""
+    """Return all tensors that a checkpoint would replace: parameters, and qweights and scales of quantized linears."""
     weights: dict[str, Tensor] = dict(module.named_parameters())
     for path, part in module.named_modules():
         if isinstance(part, QuantizedLinear):
-            weights |= {f"{path}.{name}": tensor for name in HEAVY if (tensor := part._buffers.get(name)) is not None}
+            weights |= {f"{path}.{name}": tensor for name in LARGE if (tensor := part._buffers.get(name)) is not None}
         if isinstance(part, QuantizedExperts):
             weights |= {f"{path}.{name}": buffer for name, buffer in part.named_buffers(recurse=False)}
     return weights
 
 
-def stow(weights: Mapping[str, Tensor], *, drop: bool) -> None:
-    """To host memory, where they are not there already, or with `drop` nowhere."""
+def offload(weights: Mapping[str, Tensor], *, drop: bool) -> None:
+    """Move the weights to host memory, or with `drop` free them."""
     with torch.inference_mode(False), torch.no_grad():
         for tensor in weights.values():
             tensor.data = tensor.data.new_empty(1).expand(tensor.shape) if drop else tensor.data.cpu()
 
 
-def fetch(weights: Mapping[str, Tensor], device: torch.device, *, dropped: bool) -> None:
-    """Back to the device; those that were dropped as zeros."""
+def onload(weights: Mapping[str, Tensor], device: torch.device, *, dropped: bool) -> None:
+    """Move the weights back to the device; dropped ones are zeros."""
     with torch.inference_mode(False), torch.no_grad():
         for tensor in weights.values():
             if dropped:
@@ -45,33 +43,49 @@ def fetch(weights: Mapping[str, Tensor], device: torch.device, *, dropped: bool)
                 tensor.data = tensor.data.to(device)
 
 
-def forget_joined(module: nn.Module) -> None:
-    """Quantised products that were joined become products of their own, until they are joined anew."""
+def unfuse_quantized(module: nn.Module) -> None:
+    """Make fused quantized linears separate, until they are fused again."""
     for part in module.modules():
         if isinstance(part, QuantizedLinear):
             part.fused = None
 
 
-class Lacking:
-    """Weights that are to be given before anybody computes with them."""
+@dataclass
+class MissingWeight:
+    """A weight of which some elements have not been written.
+
+    Attributes:
+        weight: the tensor.
+        written: the number of elements of each part that has been written, by the part's offset in the weight.
+    """
+
+    weight: Tensor
+    written: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        return sum(self.written.values()) >= self.weight.numel()
+
+
+class MissingWeights:
+    """Weights that must be written before any pass uses them."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._left = {name: tensor.nbytes for name, tensor in weights.items()}
-        self._places = sorted((tensor.data_ptr(), name) for name, tensor in weights.items())
-        self._given: dict[str, dict[int, int]] = {}  # of a weight that comes in parts: where, and how many bytes
+        self._missing = {name: MissingWeight(weight) for name, weight in weights.items()}
 
-    def note(self, updates: Iterable[Update]) -> None:
-        """These have been written, whole weights or parts of them."""
+    def record(self, updates: Iterable[Update]) -> None:
+        """Record that these updates have been written, to whole weights or to parts of them."""
+        by_id = {id(missing.weight): name for name, missing in self._missing.items()}
         for update in updates:
-            begin, count = update.place.data_ptr(), update.place.nbytes
-            behind = bisect_right(self._places, begin, key=lambda place: place[0])
-            first, name = self._places[behind - 1] if behind else (begin, "")
-            if name in self._left and begin + count <= first + self._left[name]:
-                given = self._given.setdefault(name, {})
-                given[begin] = count
-                if sum(given.values()) >= self._left[name]:
-                    del self._left[name]
+            name = by_id.get(id(update.weight))
+            if name not in self._missing:
+                continue
+            missing = self._missing[name]
+            offset = int(update.place.storage_offset() - missing.weight.storage_offset())
+            missing.written[offset] = update.place.numel()
+            if missing.is_whole:
+                del self._missing[name]
 
     @property
     def names(self) -> list[str]:
-        return list(self._left)
+        return list(self._missing)

@@ -1,8 +1,7 @@
-"""Other weights for a model that runs, named as a checkpoint names them, at the places where its weights are.
+"""Weight updates of a model that runs, by tensors that are named as in its checkpoint.
 
-Whatever reads a weight goes on reading that place, a captured graph too. First all is checked, and nothing changes;
-then values are copied. Parts that are no weights of the module but were made of some are made once more, and copied
-over those that there are.
+Values are copied in place, so that captured graphs stay valid. All tensors are checked before anything changes. What
+was made of weights (fused weights, norms of 1 + weight) is made again and copied over the old one.
 """
 
 from __future__ import annotations
@@ -33,21 +32,22 @@ OURS = __name__.partition(".")[0]
 
 
 class Update(NamedTuple):
-    """What one weight is to become."""
+    """A new value for a weight, or for a part of one."""
 
-    place: Tensor
-    value: Tensor  # of the place's shape, of any dtype that can be cast to its, on any device
+    place: Tensor  # where it is written: a view of the weight
+    value: Tensor  # of the place's shape, of any dtype that can be cast to its dtype, on any device
+    weight: Tensor | None = None  # the parameter or buffer; None: it is not offloaded
 
 
 @torch.inference_mode()
 def write(updates: Iterable[Update]) -> None:
-    """Copies each value to its place."""
-    for place, value in updates:
-        place.copy_(value.detach())
+    """Copy each value to its place."""
+    for update in updates:
+        update.place.copy_(update.value.detach())
 
 
 def expect_tensors(weights: Mapping[str, Tensor], name: str) -> None:
-    """TypeError for what is no mapping of names to tensors; errors call it `name`."""
+    """Raise a TypeError, which calls the mapping `name`, unless it maps names to tensors."""
     if not isinstance(weights, Mapping):
         raise TypeError(f"{name} is a {type(weights).__name__}, expected a mapping of names to tensors")
     for key, tensor in weights.items():
@@ -55,19 +55,20 @@ def expect_tensors(weights: Mapping[str, Tensor], name: str) -> None:
             raise TypeError(f"{name}[{key!r}] is a {type(tensor).__name__}, expected a tensor")
 
 
-def expect_numbers(weights: Mapping[str, Tensor], name: str) -> None:
-    """ValueError for what is no plain weight."""
+def expect_floats(weights: Mapping[str, Tensor], name: str) -> None:
+    """Raise a ValueError for a tensor that is not of 16-bit or 32-bit floats."""
     for key, tensor in weights.items():
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise ValueError(f"{name}[{key!r}] is {tensor.dtype}, expected numbers of float32, float16 or bfloat16")
 
 
 class Skeleton:
-    """A module of transformers without storage, through which its own loading says where tensors of a checkpoint go:
-    which are renamed, and which become one.
+    """A copy of a transformers module without storage.
+
+    Transformers' own loading fills it, which renames and merges tensors of a checkpoint, and shows where they go.
 
     Args:
-        model: whose tensors the skeleton has the shapes and dtypes of.
+        model: its tensors' shapes and dtypes are those of the skeleton.
     """
 
     def __init__(self, model: Any) -> None:
@@ -87,10 +88,10 @@ class Skeleton:
             module._buffers[leaf] = empty
 
     def placed(self, weights: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-        """The tensors by the names that the module has for them.
+        """Return the tensors by the module's own names.
 
         Raises:
-            ValueError: names that it does not know, and tensors that do not fit, or not together.
+            ValueError: unknown names, tensors that do not fit, and parts of a merged tensor without the others.
         """
         devices = {tensor.device for tensor in weights.values()}
         device = devices.pop() if len(devices) == 1 else self._device
@@ -121,11 +122,11 @@ class Skeleton:
 def updates_of(
     model: Any, skeleton: Skeleton, weights: Mapping[str, Tensor], pools: KvPools, name: str
 ) -> list[Update]:
-    """What becomes of a module's tensors by weights named as its checkpoint's, all of them or some.
+    """Return the updates of a module's tensors by weights that are named as in its checkpoint, all of them or some.
 
     Raises:
-        TypeError, ValueError: names that are unknown; tensors of another shape, or of numbers that cannot become the
-            weight's; one without others that it means nothing without. Then nothing has changed.
+        TypeError, ValueError: unknown names; tensors of another shape or of a dtype that cannot be cast to the
+            weight's; a tensor without others that it needs. Nothing has changed then.
     """
     expect_tensors(weights, name)
     check_kv_scales(weights, pools, name)
@@ -138,24 +139,24 @@ def updates_of(
     for key, own in own_names(plain, model).items():
         module = modules.get(own.removesuffix(".weight"))
         if own.endswith(".weight") and isinstance(module, QuantizedLinear):
-            raise ValueError(f"{name} has {key} alone, expected beside it what its numbers are multiplied by")
-    expect_numbers(plain, name)
-    places = model.state_dict()
+            raise ValueError(f"{name} has {key} alone, expected beside it what its elements are multiplied by")
+    expect_floats(plain, name)
+    places = model.state_dict(keep_vars=True)
     given: dict[tuple[int, int], tuple[str, Tensor]] = {}
     for key, value in skeleton.placed(plain, name).items() if plain else ():
         if key not in places:
-            continue  # of another sense than text, dropped when the model was loaded
+            continue  # not of the text decoder, dropped when the model was loaded
         place = places[key]
         other, same = given.setdefault((place.data_ptr(), place.numel()), (key, value))
         if other == key:
-            updates.append(Update(place, value))
+            updates.append(Update(place.detach(), value, place))
         elif not torch.equal(same.to(value.device), value):
             raise ValueError(f"{name} has {key}, expected it to be {other}, which is the same weight in this model")
     return updates
 
 
 def check_kv_scales(weights: Mapping[str, Tensor], pools: KvPools, name: str) -> None:
-    """ValueError for other scales of 8-bit KV than the pools have: they are numbers of launches."""
+    """Raise a ValueError if scales of 8-bit KV differ from the pools': captured launches have these as constants."""
     layers = pools.layers if pools.dtype == FP8 else []
     for key, tensor in weights.items():
         match = SCALE_NAME.fullmatch(key)
@@ -171,20 +172,20 @@ def check_kv_scales(weights: Mapping[str, Tensor], pools: KvPools, name: str) ->
 def stored_updates(
     model: Any, scheme: Scheme, weights: Mapping[str, Tensor], name: str
 ) -> tuple[list[Update], dict[str, Tensor]]:
-    """What becomes of quantised products, and the tensors that are none of theirs.
+    """Return the updates of quantized linears and experts, and the tensors that belong to none of them.
 
     Raises:
-        ValueError: a product that the model has in another way, one that lacks a tensor, or one of another shape.
+        ValueError: a linear that the model stores in another way, one that lacks a tensor, or one of another shape.
     """
-    products = scheme.products(weights)
+    linears = scheme.products(weights)
     modules = dict(model.named_modules())
-    own, rest, updates = own_names(products, model), dict(weights), list[Update]()
-    for path in sorted(products):
+    own, rest, updates = own_names(linears, model), dict(weights), list[Update]()
+    for path in sorted(linears):
         parts = {leaf: rest.pop(f"{path}.{leaf}", None) for leaf in scheme.tensors | scheme.optional}
         given = {leaf: tensor for leaf, tensor in parts.items() if tensor is not None}
         linear, expert = modules.get(own[path]), expert_of(own[path], modules)
-        of_eight = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", own[path])
-        experts = None if of_eight is None else modules.get(of_eight[1])
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)", own[path])
+        experts = None if match is None else modules.get(match[1])
         experts = experts if isinstance(experts, QuantizedExperts) else None
         if not isinstance(linear, QuantizedLinear) and expert is None and experts is None:
             raise ValueError(f"{name} has a quantised {path}, expected one where the checkpoint had one")
@@ -197,24 +198,30 @@ def stored_updates(
             if linear.bias is None and bias is not None and not bias.any():
                 del rest[f"{path}.bias"]  # early GPTQ wrote zeros
         elif experts is not None:
-            assert of_eight is not None and isinstance(weight, Fp8Weight)
-            places = experts.stored(int(of_eight[2]), PARTS.get(of_eight[3], ""))
+            assert match is not None and isinstance(weight, Fp8Weight)
+            places = experts.stored(int(match[2]), PARTS.get(match[3], ""))
             if places is None or [list(place.shape) for place in places] != [
                 list(weight.qweight.shape), list(weight.scales.t().shape)
             ]:  # fmt: skip
                 raise ValueError(f"{name} has {path} of shape {list(weight.shape)}, which has no place in the model")
-            updates += [Update(places[0], weight.qweight), Update(places[1], weight.scales.t())]
+            buffer = "down" if PARTS[match[3]] == "down" else "gate_up"
+            updates += [
+                Update(places[0], weight.qweight, experts.get_buffer(buffer)),
+                Update(places[1], weight.scales.t(), experts.get_buffer(f"{buffer}_scales")),
+            ]
         else:
             assert expert is not None
             if list(weight.shape) != list(expert.rows.shape):
                 raise ValueError(f"{name} has {path} of shape {list(weight.shape)}, expected {list(expert.rows.shape)}")
-            updates.append(Update(expert.rows, weight.dequantize()))
+            updates.append(Update(expert.rows, weight.dequantize(), expert.weight))
     return updates, rest
 
 
 def same_kind(old: Any, new: QuantizedWeight, what: str) -> list[Update]:
-    """The numbers and scales of a stored weight for those of one that differs in nothing else; ValueError where it
-    does.
+    """Return updates of a quantized weight's elements and scales by those of another.
+
+    Raises:
+        ValueError: the weights differ in anything else.
     """
     if list(new.shape) != list(old.shape):
         raise ValueError(f"{what} of shape {list(new.shape)}, expected {list(old.shape)}")
@@ -223,7 +230,7 @@ def same_kind(old: Any, new: QuantizedWeight, what: str) -> list[Update]:
         before: Any = getattr(old, field.name)
         after: Any = getattr(new, field.name, None)
         if field.name in ("qweight", "scales") and after is not None and before.shape == after.shape:
-            updates.append(Update(before, after))
+            updates.append(Update(before, after, before))
         elif isinstance(before, Tensor) and isinstance(after, Tensor):
             if not torch.equal(before.cpu(), after.cpu()):
                 raise ValueError(f"{what} with another {field.name}, expected the one that it has")
@@ -233,9 +240,9 @@ def same_kind(old: Any, new: QuantizedWeight, what: str) -> list[Update]:
 
 
 def write_over(old: Any, new: Any) -> None:
-    """Makes the tensors of a structure of parts those of another that was made alike, at their places.
+    """Copy the tensors of one structure of layers over those of another of the same form, in place.
 
-    Tensors that both have, which are weights of the module, are left alone; so is whatever is no part of ours.
+    Tensors that both share, which are weights of the module, are left alone; so are objects that are not ours.
     """
     if old is new:
         return

@@ -1,0 +1,54 @@
+"""Layers of transformers that carry more than keys and values from token to token: refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..layers.rope import constant_len
+from .attention_hook import AttentionSpec, UnsupportedModel
+
+
+def check_serial_state(model: nn.Module, config: Any) -> None:
+    """Refuse layers that carry a state from token to token, which a tree of tokens would need once for each path.
+
+    Kinds that are not known by name here are found when the logits are compared.
+    """
+    if any(path.endswith(".encoder_attn") for path, _ in model.named_modules()):
+        raise UnsupportedModel("attends to an encoder")
+    serial = ("mamba", "linear", "conv", "recurrent", "delta")
+    for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
+        if any(word in kind for word in serial):
+            raise UnsupportedModel(f"has layers of {kind}, whose state goes from token to token")
+
+
+def check_convolutions(model: nn.Module, specs: Sequence[AttentionSpec]) -> None:
+    """Refuse layers that have convolutions over tokens next to the attention of these calls."""
+    attends = {spec.module for spec in specs}
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList) and not attends.isdisjoint(layers.modules()):
+            for module in layers.modules():
+                if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 and module.groups > 1:
+                    raise UnsupportedModel("has convolutions over tokens, whose state goes from token to token")
+
+
+def freeze_rotations(model: nn.Module, config: Any, max_len: int) -> None:
+    """Refuse rotations that change with the length of the text up to `max_len`, and make those that change later plain.
+
+    They change in these copies only. A rotation that looks for the longest position waits for the device in each layer.
+    """
+    limit = constant_len(config)
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        by_layer_type: dict[str, Any] = types if isinstance(types, dict) else {"": types}
+        changing = [kind for kind in by_layer_type.values() if kind in ("dynamic", "longrope")]
+        if not changing:
+            continue
+        if limit is not None and max_len > limit:
+            raise UnsupportedModel(
+                f"has rotations of rope_type {changing[0]!r} that change after {limit} tokens (max_len is {max_len})"
+            )
+        frozen = {layers: "default" if kind in changing else kind for layers, kind in by_layer_type.items()}
+        setattr(module, "rope_type", frozen if isinstance(types, dict) else "default")  # noqa: B010

@@ -1,0 +1,120 @@
+"""Choice of the backend that runs a model.
+
+Native: our layers (`CausalLM`), for the registered families. Transformers: its own modules with our paged tree
+attention (`TransformersLM`), the fallback for all other models.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..families import family_of, largest
+from ..language_model import LanguageModel
+from ..options import ModelOptions
+from ..weights.loading import config_of, storage_of
+from .native import CausalLM, check_supported
+from .transformers import TransformersLM
+
+IMPLEMENTATIONS = ("auto", "native", "transformers")
+
+
+def implementation_of(config: Any, max_len: int, implementation: str = "auto", name: str = "model") -> str:
+    """Return the backend, "native" or "transformers", that runs a model of this config.
+
+    Args:
+        implementation: one of IMPLEMENTATIONS. Auto: native if our layers can express the model.
+
+    Raises:
+        ValueError: no such implementation; native, for a model that our layers cannot express.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"Engine: implementation is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
+    if not getattr(config, "num_attention_heads", None):
+        if getattr(config, "sub_configs", None):
+            raise ValueError(f"{name}: {config.model_type} is made of several models, expected one")
+        raise ValueError(f"{name}: {config.model_type} has no attention in its layers, expected a model that has")
+    if implementation != "auto":
+        if implementation == "native":
+            check_supported(config, max_len, name)
+        return implementation
+    try:
+        check_supported(config, max_len, name)
+    except ValueError:
+        return "transformers"
+    return "native"
+
+
+def open_language_model(
+    model: str | Path | nn.Module, options: ModelOptions, implementation: str = "auto"
+) -> LanguageModel:
+    """Load the model by the backend that `implementation_of` names.
+
+    Raises:
+        ValueError: what `implementation_of` and the backend refuse.
+    """
+    kind: type[CausalLM] | type[TransformersLM] = TransformersLM
+    if implementation_of(config_of(model, options.name), options.max_len, implementation, options.name) == "native":
+        kind = CausalLM
+    return kind(model, options)
+
+
+def windows_of(config: Any, implementation: str) -> set[int | None]:
+    """Return the windows of a model's layers; None is among them if some layer sees all rows, or may see all.
+
+    What a module of transformers sees is known only when it runs.
+    """
+    if implementation == "transformers":
+        return {None, largest(config, "sliding_window")}
+    family = family_of(config)
+    return {family.window(layer) for layer in range(config.num_hidden_layers)}
+
+
+class BackendSummary(NamedTuple):
+    """How the layers of a model would run, in words."""
+
+    implementation: str
+    layers: str
+    products: str
+    experts: str | None
+    windows: str
+    features: str
+    rounds: str
+
+
+def summarize_backend(model: str | Path, name: str = "model") -> BackendSummary:
+    """Describe how an engine would run the model of a folder or hub id, from its config alone.
+
+    Raises:
+        ValueError: what `config_of` and `implementation_of` refuse.
+    """
+    config = config_of(model, name)
+    implementation = implementation_of(config, 2, name=name)
+    storage = storage_of(model, config)
+    limited = sorted(window for window in windows_of(config, implementation) if window is not None)
+    windows = ", ".join(f"the last {window} rows" for window in limited)
+    count = config.num_hidden_layers
+    if implementation == "native":
+        if None in windows_of(config, implementation):
+            windows = f"{windows} in some layers, all rows in others" if windows else "all rows in every layer"
+        return BackendSummary(
+            implementation,
+            "native",
+            storage.products,
+            storage.experts,
+            windows,
+            f"states that enter any of {count} layers or leave the last",
+            "captured as CUDA graphs",
+        )
+    return BackendSummary(
+        implementation,
+        "by transformers, with our attention; norms, products, gated parts, rotations and experts of ours where they "
+        "compute the same; held to its own logits when an engine is made",
+        storage.products,
+        storage.experts,
+        f"as its modules ask: {windows} or all" if windows else "as its modules ask",
+        f"by hooks on its {count} layers",
+        "captured as CUDA graphs where its code allows (Engine.not_captured says why not)",
+    )
