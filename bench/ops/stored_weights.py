@@ -34,8 +34,8 @@ def int4(weight: Tensor) -> QuantizedWeight:
     """Quantize groups of 128 columns, with zero point 8 and a 16-bit scale."""
     grouped = weight.float().unflatten(1, (-1, min(GROUP, weight.shape[1])))
     scales = (grouped.abs().amax(-1) / 7).to(torch.bfloat16).float()
-    numbers = ((grouped / scales[..., None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
-    return Int4Weight.pack(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
+    elements = ((grouped / scales[..., None]).round() + 8).clamp(0, 15).to(torch.uint8).flatten(1)
+    return Int4Weight.pack(elements, torch.full_like(scales, 8, dtype=torch.uint8), scales)
 
 
 STORED: dict[str, Callable[[Tensor], QuantizedWeight]] = {"fp8": fp8_blocks, "fp8-rows": fp8_rows, "int4": int4}
@@ -48,12 +48,12 @@ def stored_experts(gate_up: Tensor, down: Tensor, kind: str) -> QuantizedExperts
         ValueError: a kind that is not FP8.
     """
     experts = QuantizedExperts(len(down))
-    for number in range(len(down)):
-        for part, weight in zip(("gate", "up", "down"), (*gate_up[number].chunk(2), down[number]), strict=True):
+    for expert in range(len(down)):
+        for part, weight in zip(("gate", "up", "down"), (*gate_up[expert].chunk(2), down[expert]), strict=True):
             stored = STORED[kind](weight)
             if not isinstance(stored, Fp8Weight):
                 raise ValueError(f"experts are stored in {kind}, expected fp8 or fp8-rows")
-            experts.store(number, part, stored)
+            experts.store(expert, part, stored)
     return experts
 
 

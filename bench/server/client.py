@@ -1,8 +1,8 @@
 """Clients of a server in a process of their own, with as little work per event as possible: `python client.py PORT`.
 
 A line of stdin is a list of request bodies as JSON. All are sent at once, each over a connection that is already open;
-what arrives is stored with its time and parsed after the last byte. A line of stdout is a list of answers: seconds from
-sending to each event of the stream, its text, and to the end.
+received data is stored with its time and parsed after the last byte. A line of stdout is a list of answers: the seconds
+from sending to each event of the stream, the text of each event, and the seconds to the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Client(asyncio.Protocol):
         return self.ended
 
     def answer(self, sent: float) -> dict[str, Any]:
-        """Parse what arrived, with the seconds after `sent` at which it did."""
+        """Parse the received data; its times are seconds after `sent`."""
         whole = b"".join(data for _, data in self.arrivals)
         head, _, rest = whole.partition(b"\r\n\r\n")
         if not head.startswith(OK) or not self._tail.endswith(b"0\r\n\r\n"):

@@ -1,4 +1,4 @@
-"""A tokenizer that gives the tokens of a synthetic text spellings, which together are JSON from some places on."""
+"""A tokenizer for a synthetic text: from some positions on, the decoded text is JSON."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ ITEM = 64  # tokens of a string in the JSON list
 
 
 class SyntheticTokenizer:
-    """Spellings of the tokens of a synthetic text: a JSON list of strings from any of `starts` on.
-
-    Args:
-        starts: places in the text, multiples of `ITEM`.
-    """
+    """A tokenizer whose text from any of `starts` on, positions that are multiples of `ITEM`, is a JSON list."""
 
     def __init__(self, text: SyntheticText, starts: Sequence[int]) -> None:
         self._begins = {text.tokens(start, 1)[0] for start in starts}
-        self.spelling = {token: self._spell(token, place) for place, token in enumerate(text.order.tolist())}
+        self.spelling = {token: self._spell(token, position) for position, token in enumerate(text.order.tolist())}
         self._vocab = text.vocab
 
-    def _spell(self, token: int, place: int) -> str:
+    def _spell(self, token: int, position: int) -> str:
         if token in self._begins:
-            return f'["{place}'
+            return f'["{position}'
         # A token that ends a string and starts the next is costly for grammars: it is checked for each mask. Real
         # vocabularies have a few hundred such tokens.
-        return f'","{place}' if place % ITEM == 0 else f" {place}"
+        return f'","{position}' if position % ITEM == 0 else f" {position}"
 
     def fast(self) -> Any:
         """Return a fast tokenizer with these tokens; tokens outside the text are spelled by their id."""
@@ -42,7 +38,7 @@ class SyntheticTokenizer:
 
     @property
     def eos(self) -> int:
-        """The end-of-text token, one that the text lacks."""
+        """The end-of-text token, which the text does not contain."""
         return next(token for token in range(self._vocab) if token not in self.spelling)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -51,5 +47,5 @@ class SyntheticTokenizer:
 
 
 def json_starts(text: SyntheticText, count: int) -> list[int]:
-    """Return `count` places, evenly spread, at which a JSON list may begin."""
+    """Return `count` positions, evenly spread, at which a JSON list may begin."""
     return [i * (len(text.order) // count) // ITEM * ITEM for i in range(count)]

@@ -459,14 +459,14 @@ def test_bench_names_a_size_that_cannot_run(capsys: Capture, arguments: list[str
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--batch", "0"], "argument --batch: '0' is not numbers from 1 on, with commas between them"),
-        (["--batch", "1,,2"], "argument --batch: '1,,2' is not numbers from 1 on, with commas between them"),
-        (["--threshold", "-1"], "argument --threshold: '-1' is not a number from 0 on"),
+        (["--batch", "0"], "argument --batch: '0' is not integers of at least 1, separated by commas"),
+        (["--batch", "1,,2"], "argument --batch: '1,,2' is not integers of at least 1, separated by commas"),
+        (["--threshold", "-1"], "argument --threshold: '-1' is not a number of at least 0"),
         (["--nodes", "4"], "specdec bench round: error: unrecognized arguments: --nodes 4"),
-        (["--accept", "0.5"], "argument --accept: '0.5' is not a number from 1 on"),
-        (["--accept", "nan"], "argument --accept: 'nan' is not a number from 1 on"),
-        (["--input", "0"], "argument --input: '0' is not a whole number from 1 on"),
-        (["--speculative-num-steps", "x"], "argument --speculative-num-steps: 'x' is not a whole number from 1 on"),
+        (["--accept", "0.5"], "argument --accept: '0.5' is not a number of at least 1"),
+        (["--accept", "nan"], "argument --accept: 'nan' is not a number of at least 1"),
+        (["--input", "0"], "argument --input: '0' is not an integer of at least 1"),
+        (["--speculative-num-steps", "x"], "argument --speculative-num-steps: 'x' is not an integer of at least 1"),
         (["--acceptance", "poetry"], "argument --acceptance: 'poetry' is not one of chat, code, math, wrong"),
         (
             ["--algorithm", "tree0"],

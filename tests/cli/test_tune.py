@@ -203,10 +203,10 @@ def test_tune_measures_nothing_after_the_time_limit(capsys: Capture, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "1,x"], "--batch is 1,x, expected numbers from 1 on, with commas between them"),
+        (["--batch", "1,x"], "--batch is 1,x, expected integers of at least 1, separated by commas"),
         (
             ["--speculative-eagle-topk", "0"],
-            "--speculative-eagle-topk is 0, expected numbers from 1 on, with commas between them",
+            "--speculative-eagle-topk is 0, expected integers of at least 1, separated by commas",
         ),
         (["--out", "/nowhere/t.json"], "--out is /nowhere/t.json, expected a file in an existing folder"),
         (["--out", "/"], "--out is /, expected a file in an existing folder"),

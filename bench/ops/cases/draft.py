@@ -219,7 +219,7 @@ def update_calibration(device: torch.device, p: Params) -> Work:
 
     def check() -> None:
         expect_equal("nodes counted", calibration.counts[..., 0].sum(1), want.counts[..., 0].sum(1))
-        expect_equal("nodes taken", calibration.counts[..., 1].sum(1), want.counts[..., 1].sum(1))
+        expect_equal("hits", calibration.counts[..., 1].sum(1), want.counts[..., 1].sum(1))
 
     read = there[0].tokens, there[0].parents, there[0].positions, there[1], kept.tokens, kept.num_valid
     return Work(call=call, check=check, bytes_moved=bytes_of(*read, *calibration, *calibration))

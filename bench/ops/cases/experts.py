@@ -21,31 +21,33 @@ ERROR = 2e-2  # of 16-bit results, and of values that round to either of two FP8
 def experts(device: torch.device, p: Params) -> Work:
     """Route rows at random, so that every further row selects new experts."""
     dtype, rows = getattr(torch, p["dtype"]), p["rows"]
-    number, top_k, width, inner = p["experts"], p["top_k"], p["width"], p["inner"]
+    num_experts, top_k, width, inner = p["experts"], p["top_k"], p["width"], p["inner"]
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
-    gate_up, down = random(number, 2 * inner, width) / width**0.5, random(number, width, inner) / inner**0.5
+    gate_up, down = random(num_experts, 2 * inner, width) / width**0.5, random(num_experts, width, inner) / inner**0.5
     stored = "weights" in p
     part = stored_experts(gate_up, down, p["weights"]).experts() if stored else Experts(gate_up.mT, down.mT)
     x, out = random(rows, width), poisoned(rows, width, dtype=dtype, device=device)
-    chosen = torch.rand(rows, number, device=device).topk(top_k).indices
-    routes = routing_of(chosen, torch.rand(rows, top_k, device=device) / top_k, number)
-    want = reference(part, x, routes)
-    touched = len(routes.topk_ids.unique())
-    implementations, plan = part.implementations(), part.plan(x, routes)
+    selected = torch.rand(rows, num_experts, device=device).topk(top_k).indices
+    routing = routing_of(selected, torch.rand(rows, top_k, device=device) / top_k, num_experts)
+    want = reference(part, x, routing)
+    touched = len(routing.topk_ids.unique())
+    implementations, plan = part.implementations(), part.plan(x, routing)
     captures = {"gathered", "all", plan} if x.is_cuda else set(implementations) - ({"moe_grouped_gemm"} - {plan})
     captures |= {"grouped"} if part.has_torch_grouped_mm(x) else set()
     item = 1 if stored else x.element_size()
 
     return Work(
-        call=lambda: out.copy_(part(x, routes)),
+        call=lambda: out.copy_(part(x, routing)),
         check=lambda: expect_near("out", out, want, ERROR),
-        bytes_moved=touched * 3 * width * inner * item + bytes_of(x, out, *routes),
+        bytes_moved=touched * 3 * width * inner * item + bytes_of(x, out, *routing),
         flops=2 * 3 * rows * top_k * width * inner,
         packages=[
-            Baseline(name, lambda backend=backend: backend(x, routes), lambda got: expect_near("out", got, want, ERROR))  # type: ignore[misc]
+            Baseline(
+                name, lambda backend=backend: backend(x, routing), lambda got: expect_near("out", got, want, ERROR)
+            )  # type: ignore[misc]
             for name, backend in implementations.items()
             if name in captures
         ],
@@ -53,16 +55,16 @@ def experts(device: torch.device, p: Params) -> Work:
     )
 
 
-def reference(part: Experts, x: Tensor, routes: Routing) -> Tensor:
+def reference(part: Experts, x: Tensor, routing: Routing) -> Tensor:
     """Compute row by row and expert by expert, in float32."""
     out = torch.zeros(x.shape, device=x.device)
     x = fake_quantize(x, part.activations).float()
     for row in range(len(x)):
-        for expert, share in zip(routes.topk_ids[row].tolist(), routes.topk_weights[row].tolist(), strict=True):
+        for expert, weight in zip(routing.topk_ids[row].tolist(), routing.topk_weights[row].tolist(), strict=True):
             gate_up, down = part.weights_of(expert, torch.float32)
             gate, up = (x[row] @ gate_up.float()).chunk(2)
             inner = fake_quantize((torch.nn.functional.silu(gate) * up)[None], part.activations)[0]
-            out[row] += share * (inner @ down.float())
+            out[row] += weight * (inner @ down.float())
     return out
 
 

@@ -60,7 +60,7 @@ def page_op(
 def page_bytes(pages: int, rows: Tensor) -> int:
     """Return the bytes of a call that moves pages between the stack and a table.
 
-    Per page: an entry read, one written, an owner count written. Per slot, `rows` of them: its name, its length, its
+    Per page: an entry read, one written, an owner count written. Per slot, `rows` of them: its id, its length, its page
     count read and written.
     """
     return 12 * pages + 4 * bytes_of(rows)
@@ -95,7 +95,7 @@ def free_pages(device: torch.device, p: Params) -> Work:
 
 
 def fork_pages(device: torch.device, p: Params) -> Work:
-    """Fork eight samples of each prompt, or as many as there are."""
+    """Fork up to eight samples of each prompt."""
     batch = p["batch"]
     prompts = -(-batch // 8)
     max_pages = -(-MAX_LEN // PAGE_SIZE)
@@ -137,7 +137,7 @@ def assign_pages(device: torch.device, p: Params) -> Work:
 
 
 def slots_of_rows(batch: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return lengths L, a page table for L + rows, and places [B, rows] of rows L .. L + rows - 1 in a flat pool."""
+    """Return lengths L, a page table for L + rows, and indices [B, rows] of rows L .. L + rows - 1 in a flat pool."""
     max_pages = -(-(LAYER_ROWS + rows) // PAGE_SIZE)
     table = torch.randperm(batch * max_pages, dtype=torch.int32, device=device).view(batch, max_pages)
     lens = torch.randint(0, LAYER_ROWS, (batch,), dtype=torch.int32, device=device)

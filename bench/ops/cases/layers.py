@@ -53,18 +53,20 @@ def rms_norm_concat(device: torch.device, p: Params) -> Work:
     tokens = torch.randint(VOCAB, (rows,), dtype=torch.int32, device=device)
     feature_rows = torch.randperm(rows, device=device).int()
     weights = [random(p, device, width) for _ in range(2)]
-    out, kept = (poisoned(rows, n, dtype=features.dtype, device=device) for n in (2 * width, width))
-    want, want_kept = reference.rms_norm_concat(embeddings, tokens, weights[0], features, weights[1], EPS, feature_rows)
+    out, selected = (poisoned(rows, n, dtype=features.dtype, device=device) for n in (2 * width, width))
+    want, want_selected = reference.rms_norm_concat(
+        embeddings, tokens, weights[0], features, weights[1], EPS, feature_rows
+    )
 
     def call() -> object:
         return sd.rms_norm_concat(
             embeddings, tokens, weights[0], features, weights[1], EPS,
-            feature_rows=feature_rows, out=(out, kept),
+            feature_rows=feature_rows, out=(out, selected),
         )  # fmt: skip
 
     def check() -> None:
         expect_near("out", out, want, ERROR)
-        expect_near("features", kept, want_kept, 0)
+        expect_near("features", selected, want_selected, 0)
 
     return Work(call, check, 3 * bytes_of(features) + bytes_of(out, tokens, feature_rows, *weights))
 
@@ -104,18 +106,18 @@ def small_m_gemm(device: torch.device, p: Params) -> Work:
 def quantize_fp8(device: torch.device, p: Params) -> Work:
     """Quantize by groups of 128. A value between two FP8 values may round to either: an ulp of its scale decides."""
     x = random(p, device, p["rows"], p["width"])
-    numbers = torch.full_like(x, torch.nan, dtype=torch.float8_e4m3fn)
+    quantized = torch.full_like(x, torch.nan, dtype=torch.float8_e4m3fn)
     scales = poisoned(p["width"] // 128, -(-len(x) // 4) * 4, dtype=torch.float32, device=device)[:, : len(x)]
-    want, of_want = reference.quantize_fp8(x, group_size=128)
+    want, want_scales = reference.quantize_fp8(x, group_size=128)
 
     def check() -> None:
-        expect_near("out", numbers.float(), want.float(), 1e-2)
-        expect_near("scales", scales, of_want, 1e-6)
+        expect_near("out", quantized.float(), want.float(), 1e-2)
+        expect_near("scales", scales, want_scales, 1e-6)
 
     return Work(
-        call=lambda: sd.quantize_fp8(x, group_size=128, out=(numbers, scales)),
+        call=lambda: sd.quantize_fp8(x, group_size=128, out=(quantized, scales)),
         check=check,
-        bytes_moved=bytes_of(x, numbers, scales),
+        bytes_moved=bytes_of(x, quantized, scales),
         baseline=Baseline(
             "torch",
             lambda: reference.quantize_fp8(x, group_size=128),
@@ -127,14 +129,14 @@ def quantize_fp8(device: torch.device, p: Params) -> Work:
 def dequantize(device: torch.device, p: Params) -> Work:
     """Dequantize INT4 in groups of 128."""
     outs, width = p["outs"], p["width"]
-    numbers = torch.randint(256, (outs, width // 2), dtype=torch.uint8, device=device)
+    qweight = torch.randint(256, (outs, width // 2), dtype=torch.uint8, device=device)
     scales = torch.rand(width // 128, outs, device=device)
     out = poisoned(outs, width, dtype=getattr(torch, p["dtype"]), device=device)
-    want = reference.dequantize(numbers, scales).float().to(out.dtype)
+    want = reference.dequantize(qweight, scales).float().to(out.dtype)
     return Work(
-        call=lambda: sd.dequantize(numbers, scales, out=out),
+        call=lambda: sd.dequantize(qweight, scales, out=out),
         check=lambda: expect_near("out", out, want, 0),
-        bytes_moved=bytes_of(numbers, scales, out),
+        bytes_moved=bytes_of(qweight, scales, out),
     )
 
 
@@ -149,8 +151,8 @@ def moe_route(device: torch.device, p: Params) -> Work:
         expect_near("topk_weights", out.topk_weights, want.topk_weights, 1e-6)
 
     def plain() -> Tensor:
-        shares, experts = scores.softmax(-1, dtype=torch.float32).topk(top_k)
-        return routing_of(experts, shares / shares.sum(-1, keepdim=True), scores.shape[1]).topk_weights
+        weights, experts = scores.softmax(-1, dtype=torch.float32).topk(top_k)
+        return routing_of(experts, weights / weights.sum(-1, keepdim=True), scores.shape[1]).topk_weights
 
     return Work(
         call=lambda: sd.moe_route(scores, top_k, renormalize=True, out=out),
@@ -161,18 +163,18 @@ def moe_route(device: torch.device, p: Params) -> Work:
 
 
 def moe_combine(device: torch.device, p: Params) -> Work:
-    made = random(p, device, p["rows"] * p["top_k"], p["width"])
-    shares = torch.rand(p["rows"], p["top_k"], device=device)
-    out = poisoned(p["rows"], p["width"], dtype=made.dtype, device=device)
-    want = reference.moe_combine(made, shares)
+    outputs = random(p, device, p["rows"] * p["top_k"], p["width"])
+    weights = torch.rand(p["rows"], p["top_k"], device=device)
+    out = poisoned(p["rows"], p["width"], dtype=outputs.dtype, device=device)
+    want = reference.moe_combine(outputs, weights)
 
     def plain() -> Tensor:
-        return (made.view(*shares.shape, -1) * shares[..., None]).sum(1).to(made.dtype)
+        return (outputs.view(*weights.shape, -1) * weights[..., None]).sum(1).to(outputs.dtype)
 
     return Work(
-        call=lambda: sd.moe_combine(made, shares, out=out),
+        call=lambda: sd.moe_combine(outputs, weights, out=out),
         check=lambda: expect_near("out", out, want, ERROR),
-        bytes_moved=bytes_of(made, shares, out),
+        bytes_moved=bytes_of(outputs, weights, out),
         baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, ERROR)),
     )
 
@@ -183,7 +185,7 @@ def rope_qkv_write_kv(device: torch.device, p: Params) -> Work:
     qkv = random(p, device, batch, rows, Q_HEADS + 2 * KV_HEADS, HEAD_DIM)
     norms = {name: random(p, device, HEAD_DIM) for name in ("q_norm", "k_norm")}
     angles = torch.rand(64, HEAD_DIM // 2, device=device)
-    rotations = torch.cat([angles.cos(), angles.sin()], dim=1)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     positions = torch.randint(64, (batch, rows), dtype=torch.int32, device=device)
     shape = (table.numel(), PAGE_SIZE, KV_HEADS, HEAD_DIM)
     pools = [torch.zeros(shape, dtype=qkv.dtype, device=device) for _ in "kv"]
@@ -193,12 +195,12 @@ def rope_qkv_write_kv(device: torch.device, p: Params) -> Work:
         q, k, v = qkv.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=2)
         for name, got, heads in (("q", out, q), ("k_pool", pools[0].flatten(0, 1)[place], k)):
             weight = norms["q_norm" if name == "q" else "k_norm"]
-            want = reference.rotate(reference.norm(heads, weight, EPS), rotations, positions)
+            want = reference.rotate(reference.norm(heads, weight, EPS), cos_sin, positions)
             expect_near(name, got, want, ERROR)
         expect_near("v_pool", pools[1].flatten(0, 1)[place], v, 0)
 
     return Work(
-        call=lambda: sd.rope_qkv_write_kv(qkv, rotations, positions, *pools, table, lens, **norms, out=out),
+        call=lambda: sd.rope_qkv_write_kv(qkv, cos_sin, positions, *pools, table, lens, **norms, out=out),
         check=check,
         bytes_moved=2 * bytes_of(qkv) + bytes_of(positions, lens),
     )

@@ -27,14 +27,14 @@ def stored_linear(device: torch.device, p: Params) -> Work:
     weight = STORED[p["weights"]](dense)
     out = poisoned(p["rows"], p["outs"], dtype=x.dtype, device=device)
     want = fake_quantize(x, getattr(weight, "activations", "none")).float() @ weight.dequantize().t()
-    of_dense = x.float() @ dense.float().t()
-    stored, in_16_bits = Linear(weight, None), Linear(dense, None)
+    want_dense = x.float() @ dense.float().t()
+    stored, dense_linear = Linear(weight, None), Linear(dense, None)
     return Work(
         call=lambda: out.copy_(stored(x)),
         check=lambda: expect_near("out", out, want, ERROR),
         bytes_moved=bytes_of(x, out) + weight.nbytes,
         flops=2 * x.shape[0] * dense.numel(),
-        baseline=Baseline("16 bits", lambda: in_16_bits(x), lambda got: expect_near("out", got, of_dense, ERROR)),
+        baseline=Baseline("16 bits", lambda: dense_linear(x), lambda got: expect_near("out", got, want_dense, ERROR)),
         packages=[
             Baseline(name, call, lambda got: expect_near("out", got, want, ERROR))
             for name, call in kernels_of(x, weight)
@@ -43,7 +43,7 @@ def stored_linear(device: torch.device, p: Params) -> Work:
     )
 
 
-def widened(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     assert isinstance(weight, Fp8Weight | Int4Weight)
     return sd.dequantize(weight.qweight, weight.scales.t(), dtype=str(dtype).removeprefix("torch."))
 
@@ -51,14 +51,14 @@ def widened(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 def kernels_of(x: Tensor, weight: QuantizedWeight) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Return the definition as a baseline, and torch's own kernel if it has one."""
     rows = fake_quantize(x, getattr(weight, "activations", "none"))
-    yield "widened", lambda: functional.linear(rows, widened(weight, x.dtype))
+    yield "dequantized", lambda: functional.linear(rows, dequantized(weight, x.dtype))
     if isinstance(weight, Fp8Weight) and (kernel := weight.torch_kernel(x, x.dtype)) is not None:
-        in_eight = quantize_activations(x, weight.activations)
-        yield "torch", lambda: kernel(*in_eight, weight.qweight, weight.scales)
+        quantized = quantize_activations(x, weight.activations)
+        yield "torch", lambda: kernel(*quantized, weight.qweight, weight.scales)
     if isinstance(weight, Int4Weight) and x.is_cuda and x.dtype == torch.bfloat16:
-        numbers = sd.dequantize(weight.qweight, torch.ones_like(weight.scales.t()), dtype="float32").to(torch.uint8)
+        elements = sd.dequantize(weight.qweight, torch.ones_like(weight.scales.t()), dtype="float32").to(torch.uint8)
         bits = weight.scales.view(torch.int32)
-        tiles = torch._convert_weight_to_int4pack(numbers[:, ::2] << 4 | numbers[:, 1::2], INNER_TILES)
+        tiles = torch._convert_weight_to_int4pack(elements[:, ::2] << 4 | elements[:, 1::2], INNER_TILES)
         zeros = (8 - (bits & 15)) * weight.scales
         both = torch.stack([weight.scales.t(), zeros.t()], -1).to(x.dtype).contiguous()
         yield "torch", lambda: torch._weight_int4pack_mm(x, tiles, GROUP, both)

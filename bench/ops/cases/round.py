@@ -64,8 +64,8 @@ def publish_results(device: torch.device, p: Params) -> Work:
     levels = torch.tensor(budget_levels(batch, NODES), dtype=torch.int32, device=device)
     level_limits = 2 * levels // batch
     node_scores = -torch.rand(batch, NODES, device=device).cumsum(1)
-    shares = sd.allocate_nodes(node_scores, batch * 8, budget_levels=levels, level_limits=level_limits)
-    compared = {"level_limits": level_limits, "node_scores": node_scores, "cuts": shares.cuts}
+    allocation = sd.allocate_nodes(node_scores, batch * 8, budget_levels=levels, level_limits=level_limits)
+    compared = {"level_limits": level_limits, "node_scores": node_scores, "cuts": allocation.cuts}
     rings = rings_of(state, len(levels))
 
     def check() -> None:

@@ -144,10 +144,12 @@ def pack_trees(device: torch.device, p: Params) -> Work:
     tree, scores = scored_tree(batch, nodes, device)
     counts = tree.num_nodes // 2
     ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
-    shares = sd.NodeAllocation(counts, ends, scores[0, :0], scores[0, :0])
+    allocation = sd.NodeAllocation(counts, ends, scores[0, :0], scores[0, :0])
     rows = batch * max(nodes // 2, 1)
     want_tree = sd.Tree(*(field.to("cpu", copy=True) for field in tree))
-    want = reference.pack_trees(want_tree, scores.cpu(), sd.NodeAllocation(*(field.cpu() for field in shares)), rows)
+    want = reference.pack_trees(
+        want_tree, scores.cpu(), sd.NodeAllocation(*(field.cpu() for field in allocation)), rows
+    )
     out = sd.PackedNodes(*(poisoned(*field.shape, dtype=field.dtype, device=device) for field in want))
 
     def check() -> None:
@@ -156,7 +158,7 @@ def pack_trees(device: torch.device, p: Params) -> Work:
             expect_equal(name, got, field)
 
     return Work(
-        call=lambda: sd.pack_trees(tree, scores, shares, rows, out=out),
+        call=lambda: sd.pack_trees(tree, scores, allocation, rows, out=out),
         check=check,
         bytes_moved=bytes_of(*tree, scores, *out),
     )

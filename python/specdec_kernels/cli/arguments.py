@@ -63,7 +63,7 @@ def model_of(args: argparse.Namespace, *, required: bool = False) -> str | None:
 
 
 def at_least(least: float) -> Callable[[str], float]:
-    """Return a parser of numbers from `least` on, integers if `least` is one."""
+    """Return a parser of numbers of at least `least`; integers, if `least` is one."""
     kind = type(least)
 
     def number(text: str) -> float:
@@ -72,15 +72,15 @@ def at_least(least: float) -> Callable[[str], float]:
         except ValueError:
             value = None
         if value is None or not value >= least:
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} on")
+            what = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} of at least {least:g}")
         return value
 
     return number
 
 
 def integers(least: int) -> Callable[[str], list[int]]:
-    """Return a parser of integers from `least` on, separated by commas. `1e6` is one."""
+    """Return a parser of integers of at least `least`, separated by commas; `1e6` is one."""
 
     def several(text: str) -> list[int]:
         try:
@@ -88,7 +88,7 @@ def integers(least: int) -> Callable[[str], list[int]]:
         except ValueError:
             values = []
         if not values or min(values) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not numbers from {least} on, with commas between them")
+            raise argparse.ArgumentTypeError(f"{text!r} is not integers of at least {least}, separated by commas")
         return values
 
     return several

@@ -260,8 +260,8 @@ def vocabulary_shifts(head: Head, vocab_size: int) -> Iterator[Shift]:
         readings.append(("the tokens that t2d marks, in order", t2d.nonzero()[:, 0], "make d2t from t2d"))
     tried = [own + d2t.long()]
     for change, ids, remedy in readings:
-        numbers = set(ids.tolist())
-        fits = len(ids) == len(own) == len(numbers) and numbers <= set(range(vocab_size))
+        distinct = set(ids.tolist())
+        fits = len(ids) == len(own) == len(distinct) and distinct <= set(range(vocab_size))
         if fits and not any(torch.equal(ids, other) for other in tried):
             tried.append(ids)
             yield Shift("vocabulary map", change, remedy, head.changed(tensors={"d2t": ids - own}))
@@ -282,12 +282,12 @@ def standalone_shifts(folder: Path, num_steps: int, tokenizer: Any, vocab_size: 
 
     def make() -> Draft:
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
-        embedding, product = model.get_input_embeddings(), model.get_output_embeddings()
-        rows = [in_order(module.weight.detach(), ids) for module in (embedding, product)]
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        rows = [in_order(module.weight.detach(), ids) for module in (embedding, output)]
         model.config.vocab_size, model.config.tie_word_embeddings = vocab_size, False
-        for module, weight in zip((embedding, product), rows, strict=True):
+        for module, weight in zip((embedding, output), rows, strict=True):
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
-        embedding.num_embeddings = product.out_features = vocab_size
+        embedding.num_embeddings = output.out_features = vocab_size
         return Standalone(model, num_steps=num_steps, topk=1)
 
     yield Shift(

@@ -102,7 +102,7 @@ def rising(text: str, option: str) -> list[int]:
     """
     items = text.split(",")
     if not all(item.isascii() and item.isdigit() and int(item) > 0 for item in items):
-        raise ValueError(f"{option} is {text}, expected numbers from 1 on, with commas between them")
+        raise ValueError(f"{option} is {text}, expected integers of at least 1, separated by commas")
     return sorted({int(item) for item in items})
 
 

@@ -39,7 +39,7 @@ def add_command(bench: CommandParser) -> None:
 def sizes(text: str) -> list[tuple[int, int]]:
     """Parse requests x nodes, separated by commas."""
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(,[1-9]\d*x[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not REQUESTSxNODES, with commas between them")
+        raise argparse.ArgumentTypeError(f"{text!r} is not REQUESTSxNODES, separated by commas")
     return [(int(batch), int(nodes)) for batch, _, nodes in (item.partition("x") for item in text.split(","))]
 
 
