@@ -43,7 +43,7 @@ from .engines import ALGORITHMS, Job, can_run, is_installed
 
 NAME = "engines"
 REQUESTS = 4  # at each batch size, at least
-MORE = 64  # tokens of max_len beyond a request's, which engines keep free
+SPARE_TOKENS = 64  # tokens of max_len beyond a request's, which engines keep free
 PASSAGE, BETWEEN = (4, 24), (1, 4)  # tokens of a quoted passage, and of other tokens between two passages
 LEAD = 8  # tokens of the text right before what is written, at the end of a prompt with quotes
 QUOTES = f"quotes of {PASSAGE[0]} to {PASSAGE[1]}"
@@ -235,7 +235,7 @@ def run_engine(
         head=str(c.out / "head"),
         device=c.device.type,
         dtype=c.dtype,
-        max_len=c.max_len or c.input + c.output + MORE,
+        max_len=c.max_len or c.input + c.output + SPARE_TOKENS,
         batches=[[[[r.prompt for r in wave] for wave in waves] for waves in runs] for runs in batches],
         short=c.short,
         long=c.output,

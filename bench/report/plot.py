@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 2
 MARKERS = "sD^vPX"  # one for each baseline
-MOST_LINES = 8  # per panel
+MAX_LINES = 8  # per panel
 
 Results = list[dict[str, Any]]
 
@@ -121,7 +121,7 @@ def panels_of(results: Results) -> list[tuple[str, Results]]:
 
 def parted(parameter: str, results: Results) -> list[tuple[str, Results]]:
     """Split a panel with too many lines into one for each value of the first other parameter that varies."""
-    if len(lines_of(results, parameter)) <= MOST_LINES:
+    if len(lines_of(results, parameter)) <= MAX_LINES:
         return [(parameter, results)]
     names = [name for name in results[0]["params"] if name != parameter]
     other = next(name for name in names if any(r["params"][name] != results[0]["params"][name] for r in results))

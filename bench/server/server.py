@@ -39,7 +39,7 @@ from .synthetic_tokenizer import SyntheticTokenizer, json_starts
 NAME = "server"
 MODEL = "synthetic"  # the name that clients use
 WARM_UP_TOKENS = 12
-MORE = 64  # tokens of max_len beyond a request's
+SPARE_TOKENS = 64  # tokens of max_len beyond a request's
 SCHEMA = {"type": "array", "items": {"type": "string"}}
 
 

@@ -244,7 +244,7 @@ def test_sglang_baseline_check_finds_another_tree() -> None:
         ([5, 6, 7, 8], [1, -1, 3, -1], [-1, 2, -1, -1]),  # 8 follows 7
         ([5, 7, 6, 8], [1, -1, 3, -1], [-1, -1, -1, -1]),  # a sibling is lost
     ):
-        with pytest.raises(WrongResult, match="tree 0 is another"):
+        with pytest.raises(WrongResult, match="tree 0 differs"):
             compare(tokens, first_child, next_sibling)
 
 

@@ -37,8 +37,8 @@ def test_generate_runs_do_not_draft_from_each_other(capsys: Capture, monkeypatch
     """Repeated, for its time, a run is the one that is shown: the index does not know its text already."""
     accepted = []
     for most in (1, 4):
-        monkeypatch.setattr("specdec_kernels.cli.generate.MOST_RUNS", most)
-        monkeypatch.setattr("specdec_kernels.cli.generate.ENOUGH_SECONDS", 1e9)
+        monkeypatch.setattr("specdec_kernels.cli.generate.MAX_RUNS", most)
+        monkeypatch.setattr("specdec_kernels.cli.generate.MIN_SECONDS", 1e9)
         assert generate("--max-new-tokens", "60", "--no-speculative-adaptive", "--no-compare") == 0
         accepted.append(capsys.readouterr().out.partition("accept length")[2].split()[1])
     assert accepted[0] == accepted[1]

@@ -1,7 +1,7 @@
 """FlashAttention-3 from SGLang's package or its own (written for sgl-kernel 0.3 and flash_attn_interface 3.0).
 
-It has no tree masks. Its causal chain reads the same bytes: a bound, no baseline. A tree takes two passes, as in
-SGLang's `fa3` backend: the prefix for all rows, then each row alone over the tail rows that it attends to; the two
+It has no tree masks. Its causal chain reads the same bytes: a lower bound, not a baseline. A tree takes two passes, as
+in SGLang's `fa3` backend: the prefix for all rows, then each row alone over the tail rows that it attends to; the two
 results are merged by their sums of exponentials.
 """
 
@@ -44,10 +44,10 @@ def two_passes(x: PagedTrees, attend: Any, merge: Any) -> Callable[[], Tensor]:
     # Pages of one row, and the rows that each query row attends to: computed once per step for all layers.
     k_rows, v_rows = (pool.view(-1, 1, *pool.shape[2:]) for pool in (x.k_pool, x.v_pool))
     at = x.prefix_lens[:, None] + torch.arange(nodes, device=x.q.device)
-    places = x.page_table.gather(1, at // x.page_size) * x.page_size + at % x.page_size
+    row_indices = x.page_table.gather(1, at // x.page_size) * x.page_size + at % x.page_size
     counts = x.tree.sum(-1, dtype=torch.int32).flatten()
     order = torch.argsort(~x.tree, dim=-1, stable=True)[..., : int(counts.max())]
-    own_rows = places[:, None].expand(-1, nodes, -1).gather(2, order).flatten(0, 1).int().contiguous()
+    own_rows = row_indices[:, None].expand(-1, nodes, -1).gather(2, order).flatten(0, 1).int().contiguous()
     own_q = x.q.view(batch * nodes, 1, heads, head_dim)
 
     def call() -> Tensor:

@@ -1,6 +1,6 @@
 """FlashInfer: attention with a mask, and sampling.
 
-The sampling kernels know no trees: every node's row is sampled, then the tree is walked in torch.
+Its sampling kernels have no trees: every node's row is sampled, then the tree is walked in torch.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ XQA_PAGE_SIZES = (16, 32, 64, 128)
 
 
 def tree_attention(x: PagedTrees, check: Callable[[Tensor], None]) -> Sequence[Baseline]:
-    """Return the kernel with a mask bit for each query row and KV row, and XQA, with the tree's mask alone.
+    """Return two baselines: a mask bit per query row and KV row, and XQA, with the mask of the tree alone.
 
-    The first one's plan on the host is not timed.
+    The host's planning of the first is not timed.
     """
     device = x.q.device
     prefill, decode = module("flashinfer.prefill", device), module("flashinfer.decode", device)
@@ -107,5 +107,5 @@ def tree_attention(x: PagedTrees, check: Callable[[Tensor], None]) -> Sequence[B
 
 @cache
 def workspace(device: torch.device, _user: str) -> Tensor:
-    """Return the zeros that XQA needs: it counts in them and resets them to zero."""
+    """Return zeros as the workspace: XQA counts in it and resets it to zero."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)

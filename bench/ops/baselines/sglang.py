@@ -46,27 +46,27 @@ def build_tree(
     # The parent of each run of k candidates; that of the first run is the root.
     parents = torch.cat([torch.full_like(roots[:, None], -1), candidates.parents[:, k::k].long()], 1).contiguous()
 
-    def choose() -> tuple[Tensor, Tensor]:
-        chosen = torch.sort(torch.topk(candidates.scores, nodes - 1, dim=-1).indices).values
-        return chosen, torch.gather(tokens, 1, chosen)
+    def select() -> tuple[Tensor, Tensor]:
+        selected = torch.sort(torch.topk(candidates.scores, nodes - 1, dim=-1).indices).values
+        return selected, torch.gather(tokens, 1, selected)
 
-    def build(chosen: Tensor, drafts: Tensor) -> tuple[Tensor, ...]:
+    def build(selected: Tensor, drafts: Tensor) -> tuple[Tensor, ...]:
         tokens = torch.cat([roots[:, None], drafts], 1)
         mask = torch.full((batch * nodes * nodes,), True, device=device)
         links = torch.full((3, batch, nodes), -1, dtype=torch.int64, device=device)
         positions = torch.empty(batch * nodes, dtype=torch.int64, device=device)
         tree.build_tree_kernel_efficient(
-            parents, chosen, lens, mask, positions, *links, k, num_steps, nodes, QLEN_ONLY
+            parents, selected, lens, mask, positions, *links, k, num_steps, nodes, QLEN_ONLY
         )  # fmt: skip
         return tokens, positions.view(batch, nodes), mask.view(batch, nodes, nodes), *links
 
     def check(got: tuple[Tensor, ...]) -> None:
         expect_same_trees(*got, want())
 
-    chosen = choose()
+    selected = select()
     return (
-        Baseline("sglang", lambda: build(*choose()), check),
-        Baseline("sglang kernel", lambda: build(*chosen), check),
+        Baseline("sglang", lambda: build(*select()), check),
+        Baseline("sglang kernel", lambda: build(*selected), check),
     )
 
 
@@ -76,7 +76,7 @@ def build_tree_from_mask(tree: sd.Tree) -> Sequence[Baseline]:
     if ops is None:
         return ()
     batch, nodes = tree.tokens.shape
-    mask, lens = visible_nodes(tree).flatten(), tree.positions[:, 0].long()
+    mask, lens = tree.dense_mask().flatten(), tree.positions[:, 0].long()
 
     def call() -> tuple[Tensor, ...]:
         positions = torch.empty(batch * nodes, dtype=torch.int64, device=device)
@@ -156,12 +156,6 @@ def links_of(tree: sd.Tree) -> Links:
     return rows, tree.first_child.long(), tree.next_sibling.long()
 
 
-def visible_nodes(tree: sd.Tree) -> Tensor:
-    """Unpack the mask's bits into bool [B, N, N]."""
-    bits = torch.arange(tree.tokens.shape[1], device=tree.mask.device)
-    return ((tree.mask[:, :, bits // 64] >> (bits % 64)) & 1).bool()
-
-
 def accept_buffers(tree: sd.Tree, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return predicts, accept_index and accept_token_num, the outputs of the kernels."""
     batch, device = len(tree.tokens), tree.tokens.device
@@ -173,7 +167,7 @@ def accept_buffers(tree: sd.Tree, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def accepted(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, tree: sd.Tree) -> tuple[Tensor, ...]:
-    """Convert their result to verify_tree's: tokens, lengths (including the bonus token), path."""
+    """Convert SGLang's result to verify_tree's: tokens, lengths (including the bonus token), path."""
     nodes = tree.tokens.shape[1]
     lengths = accept_token_num + 1
     columns = torch.arange(accept_index.shape[1], device=predicts.device)
@@ -192,7 +186,7 @@ def expect_same_trees(
     want: sd.Tree,
 ) -> None:
     """Compare nodes regardless of order, by their tokens from the root on: by the links, and by the mask."""
-    visible = visible_nodes(want)
+    visible = want.dense_mask()
     for b in range(len(tokens)):
         theirs, ours = tokens[b].tolist(), want.tokens[b].tolist()
         same = (
@@ -202,7 +196,7 @@ def expect_same_trees(
             == paths_by_mask(ours, want.positions[b].tolist(), visible[b].tolist())
         )  # fmt: skip
         if not same:
-            raise WrongResult(f"tree {b} is another")
+            raise WrongResult(f"tree {b} differs")
 
 
 def paths_by_links(tokens: list[int], first_child: list[int], next_sibling: list[int]) -> Counter[tuple[int, ...]]:

@@ -25,8 +25,8 @@ from .engine_flags import options_of
 from .progress import progress
 from .prompts import read_prompts, with_template, without_template
 
-LEAST_TEXTS = 6  # fewer do not separate a gain from chance
-LEAST_GAIN = 0.05  # share of the accept length; a smaller gain is not reported as a cause
+MIN_TEXTS = 6  # fewer do not separate a gain from chance
+MIN_GAIN = 0.05  # share of the accept length; a smaller gain is not reported as a cause
 RESAMPLES = 20_000
 LEVEL = 0.05  # family-wise error rate over all changes
 
@@ -138,7 +138,7 @@ def compared(as_is: Acceptance | None, shift: Shift, with_shift: Acceptance, num
     low, high = torch.quantile(gains, torch.tensor([tail, 1 - tail], dtype=gains.dtype)).tolist()
     before = as_is.accept_length if as_is else 1.0
     gain = with_shift.accept_length - before
-    return Finding(shift, with_shift, gain, low, high, cause=low > 0 and gain >= LEAST_GAIN * before)
+    return Finding(shift, with_shift, gain, low, high, cause=low > 0 and gain >= MIN_GAIN * before)
 
 
 def counts(acceptance: Acceptance) -> tuple[Tensor, Tensor]:
@@ -161,9 +161,9 @@ class Target:
         if self.tokenizer is None:
             raise ValueError(f"model is {args.model}, expected one with a tokenizer ({reason})")
         self.prompts = read_prompts(args.prompts)
-        if len(self.prompts) < LEAST_TEXTS:
+        if len(self.prompts) < MIN_TEXTS:
             raise ValueError(
-                f"--prompts {args.prompts} has {len(self.prompts)} prompts, expected at least {LEAST_TEXTS}: "
+                f"--prompts {args.prompts} has {len(self.prompts)} prompts, expected at least {MIN_TEXTS}: "
                 "fewer say little about chance"
             )
         self.has_template = bool(getattr(self.tokenizer, "chat_template", None))

@@ -51,10 +51,11 @@ class Acceptance:
     """The acceptance of one draft over all texts.
 
     Attributes:
-        rounds, tokens: for each text, an engine's rounds and the tokens that they emit.
-        right, reached: for each depth from 1 on, over chains from every token: `reached` drafts whose path is right so
-            far, and `right` ones among them.
-        covered: share of the target's tokens that are in the draft vocabulary; None if that is the target's.
+        rounds: an engine's rounds of each text.
+        tokens: tokens that the rounds of each text emit.
+        right: for each depth from 1 on, right drafts in chains from every token.
+        reached: for each depth, drafts whose predecessors are right.
+        covered: share of the target's tokens that the draft vocabulary has; None if that is the target's.
     """
 
     rounds: list[int]
@@ -69,7 +70,7 @@ class Acceptance:
 
     @property
     def by_depth(self) -> list[float]:
-        """For each depth, the share of drafts that are right, given that those before them are."""
+        """Acceptance rate at each depth: the share of right drafts among those whose predecessors are right."""
         return [right / max(reached, 1) for right, reached in zip(self.right, self.reached, strict=True)]
 
 
@@ -122,7 +123,7 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
         fixed_split=None,
         device=target.embedding.weight.device,
     )
-    open_draft(draft, DraftContext(target, state, target.max_len, False, None, "the doctor shows tokens alone"))
+    open_draft(draft, DraftContext(target, state, target.max_len, False, None, "specdec doctor passes token ids"))
     try:
         acceptance = Acceptance([], [], [0] * num_steps, [0] * num_steps, covered(draft, texts))
         for text in texts:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .arguments import Subparsers
     from .near_tie import Difference
 
-# Without a newline at the end: the tokenizer joins it with the indentation that follows.
+# No newline at the end, because the tokenizer joins it with the indentation that follows.
 DEFAULT_PROMPT = '''class Point:
     """A point in the plane."""
 
@@ -33,7 +33,7 @@ DEFAULT_PROMPT = '''class Point:
 
 
 # A short run is repeated without printing, and the fastest counts: other work on the machine only slows it down.
-MOST_RUNS, ENOUGH_SECONDS = 4, 2.0
+MAX_RUNS, MIN_SECONDS = 4, 2.0
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -41,8 +41,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "generate",
         help="generate text by speculative decoding and compare with plain decoding",
-        description="Generates text, streaming it with accepted draft tokens in color, then decodes the same prompt "
-        "without speculation and prints both in a table. Without arguments it uses the tiny model that comes with "
+        description="Generate text, streaming it with accepted draft tokens in color, then decode the same prompt "
+        "without speculation and print both in a table. Without arguments it uses the tiny model that comes with "
         "the package and a default prompt; on a GPU its EAGLE-3 head drafts, on a CPU the n-gram index.",
     )
     parser.add_argument("prompt", nargs="?", help="text to continue (default: the head of a small Python class)")
@@ -185,7 +185,7 @@ def generate(
     runs = [timed(engine, prompt, replace(sampling, ngram_group=2), algorithm, printer)]
     if printer:
         printer.finish()
-    while len(runs) < MOST_RUNS and sum(run.seconds for run in runs) < ENOUGH_SECONDS:
+    while len(runs) < MAX_RUNS and sum(run.seconds for run in runs) < MIN_SECONDS:
         runs.append(timed(engine, prompt, replace(sampling, ngram_group=2 + len(runs)), algorithm))
     return min(runs, key=lambda run: run.seconds), engine
 

@@ -23,7 +23,7 @@ from .engine_flags import options_of as engine_options
 from .progress import progress
 from .prompts import read_prompts, with_template, without_template
 
-MOST_PROMPTS = 12  # prompts that small batches generate from, batch after batch
+MAX_PROMPTS = 12  # prompts that small batches generate from, batch after batch
 
 
 class Options(NamedTuple):
@@ -184,8 +184,8 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
 
 
 def timed(engine: Engine, options: Options, batch: int, prompts: Sequence[list[int]], max_new_tokens: int) -> Row:
-    """Time waves of `batch` prompts, until MOST_PROMPTS or all prompts have been used."""
-    waves = -(-min(len(prompts), MOST_PROMPTS) // batch)
+    """Time waves of `batch` prompts, until MAX_PROMPTS or all prompts have been used."""
+    waves = -(-min(len(prompts), MAX_PROMPTS) // batch)
     requests = itertools.cycle(prompts)
     engine.generate(list(itertools.islice(prompts, batch)), SamplingParams(4, ignore_eos=True))  # warms up
     before, seconds, outputs = engine.stats(), 0.0, []

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-BAD_PAGE, BAD_LENGTH = 4, 8
+from ..status import Status
 
 
 def tree_attention(
@@ -53,7 +53,7 @@ def tree_attention(
             where = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
             length = valid = where.stop - where.start
         if not 0 <= valid <= length:
-            status[slot] |= BAD_LENGTH
+            status[slot] |= int(Status.BAD_LENGTH)
             valid = min(max(valid, 0), length)
         if valid == 0:
             continue
@@ -65,7 +65,7 @@ def tree_attention(
         prefix = min(max(int(prefix_lens[slot]), 0), capacity)
         end = min(prefix + used_tail, capacity)
         if prefix != prefix_lens[slot] or end != prefix + used_tail:
-            status[slot] |= BAD_LENGTH
+            status[slot] |= int(Status.BAD_LENGTH)
 
         # KV rows visible to each query row: the prefix, and rows of the tail by mask or causally.
         node = torch.arange(end - prefix)
@@ -83,7 +83,7 @@ def tree_attention(
         page = page_table[slot, rows // page_size].long()
         valid_page = (page >= 0) & (page < pages)
         if not valid_page.all():
-            status[slot] |= BAD_PAGE
+            status[slot] |= int(Status.BAD_PAGE)
         page, rows = page[valid_page], rows[valid_page]
         k = torch.zeros(end, kv_heads, head_dim, dtype=torch.float64)
         v = torch.zeros_like(k)

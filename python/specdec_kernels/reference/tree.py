@@ -12,8 +12,6 @@ from ..ops import Candidates, NodeAllocation, PackedNodes, Tree
 from ..status import Status
 from .draft import mask_bits, mask_words, slot_list
 
-BAD_TREE = 2  # the status bit
-
 
 def build_tree(
     candidates: Candidates,
@@ -47,7 +45,7 @@ def build_tree(
                 if out_scores is not None and node_of[c] < num_nodes:
                     out_scores[b, node_of[c]] = scores[c]
             elif status is not None:
-                status[slot] |= BAD_TREE
+                status[slot] |= int(Status.BAD_TREE)
         kept = min(num_nodes, len(node_parents))
         rows.append(tree_row(node_parents[:kept], node_tokens, node_tokens[0], int(seq_lens[slot]), num_nodes))
     return stack(rows, num_nodes)
@@ -73,7 +71,7 @@ def build_tree_from_parents(
         if not 1 <= count <= nodes or row[0] != -1 or not all(0 <= row[i] < i for i in range(1, count)):
             row = [-1]
             if status is not None:
-                status[slot] |= BAD_TREE
+                status[slot] |= int(Status.BAD_TREE)
         rows.append(tree_row(row, tokens[b].tolist(), int(tokens[b, 0]), int(seq_lens[slot]), nodes))
     return stack(rows, nodes)
 

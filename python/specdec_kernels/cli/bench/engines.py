@@ -54,7 +54,7 @@ def add_command(bench: CommandParser) -> None:
         type=words_of(ENGINES),
         default=list(ENGINES),
         metavar="NAME",
-        help="engines to time, several with commas (all that are installed)",
+        help="engines to time, comma-separated (all that are installed)",
     )
     parser.add_argument(
         "--path",
@@ -69,7 +69,7 @@ def add_command(bench: CommandParser) -> None:
         type=words_of(ALGORITHMS),
         default=list(ALGORITHMS),
         metavar="NAME",
-        help="how to draft, several with commas (all)",
+        help="how to draft, comma-separated (all)",
     )
     parser.add_argument(
         "--batch", type=integers(1), default=[1, 4, 16, 64], metavar="N", help="requests in a batch (1,4,16,64)"

@@ -28,7 +28,7 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="shape of the target (qwen3-8b)")
     parser.add_argument("--weights", choices=WORDS["weights"], help="how the layers are stored (default: in 16 bits)")
     parser.add_argument(
-        "--rows", type=sizes, default=sizes(ROWS), metavar="BxN", help=f"requests x nodes, several with commas ({ROWS})"
+        "--rows", type=sizes, default=sizes(ROWS), metavar="BxN", help=f"requests x nodes, comma-separated ({ROWS})"
     )
     parser.add_argument("--prefix", type=at_least(1), default=430, metavar="N", help="tokens before the trees (430)")
     parser.add_argument("--kernels", action="store_true", help="also the time of kernels by kind, from the profiler")

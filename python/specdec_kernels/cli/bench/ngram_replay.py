@@ -11,7 +11,7 @@ from ..progress import progress
 from .output import add_json, load, refuse, refuse_files, show
 
 COMMAND = "bench ngram-replay"
-LEAST_TOKENS = 32  # of a document
+MIN_TOKENS = 32  # of a document
 
 EPILOG = """\
 A token file is a NumPy file (.npy) or plain little-endian int32 (.i32, .bin), with tokens below 0 between documents. A
@@ -82,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
         return code
     replay, record = load("engine.ngram_replay"), load("report.record")
     try:
-        documents = [d for d in replay.read_documents(args.file, args.suffix) if len(d) >= LEAST_TOKENS]
+        documents = [d for d in replay.read_documents(args.file, args.suffix) if len(d) >= MIN_TOKENS]
     except OSError as error:
         return refuse(f"{args.file} cannot be read ({error.strerror})", COMMAND)
     if not documents:
-        return refuse(f"{args.file} has no document of {LEAST_TOKENS} tokens or more", COMMAND)
+        return refuse(f"{args.file} has no document of {MIN_TOKENS} tokens or more", COMMAND)
     text = replay.Text(documents[: -args.requests], documents[-args.requests :], args.prompt, args.output)
     print(f"{len(documents)} documents, {sum(map(len, documents))} tokens; the last {len(text.requests)} are requests")
     options = {name: getattr(args, name) for name in ("mode", "own_weight", "recency", "min_prob")}

@@ -106,7 +106,7 @@ def add_parser(subparsers: Subparsers) -> CommandParser:
     )
     add_run_flags(parser)
     parser.add_argument("--full", action="store_true", help="every combination of an op's sizes")
-    sizes = parser.add_argument_group("sizes, several with commas")
+    sizes = parser.add_argument_group("sizes, comma-separated")
     for name, meaning in NUMBERS.items():
         kind = integers(0 if name in MAY_BE_ZERO else 1)
         add_flag(sizes, option(name), *HIDDEN.get(name, ()), type=kind, metavar="N", help=meaning)

@@ -21,10 +21,10 @@ WRONG = "wrong"
 
 EPILOG = """\
 The target has a well-known shape and synthetic weights: it runs at full cost and continues a known text. Its drafts are
-accepted as often as a published drafter's were on such texts, with easy and hard stretches. With --weights the target's
-layers are stored in 8 bits, by blocks (fp8) or by rows (fp8-rows), or in 4; with --implementation transformers its own
-modules run it. Every token is checked. All requests of a batch arrive at once; rounds in which all of them take part
-are timed, and the run, from arrival to the end of the last request:
+accepted as often as a published drafter's were on such texts, with easy and hard stretches. With --weights, layers of
+the target are quantized to FP8 by blocks (fp8) or rows (fp8-rows), or to INT4 (int4); its own modules run it with
+--implementation transformers. Every token is checked. All requests of a batch arrive at once. Rounds in which all of
+them take part are timed, and so is the run, from arrival to the end of the last request:
   specdec bench round --shape qwen3-8b --algorithm none,chain,tree --batch 1,4,16,64 --acceptance code
 
 algorithms:
@@ -51,10 +51,10 @@ def add_command(bench: CommandParser) -> None:
         epilog=EPILOG,
     )
     add_run_flags(parser)
-    parser.add_argument("--batch", type=integers(1), metavar="N", help="requests in a batch, several with commas")
+    parser.add_argument("--batch", type=integers(1), metavar="N", help="requests in a batch, comma-separated")
     parser.add_argument("--shape", choices=SHAPES, help="shape of the target (qwen3-8b on a GPU, tiny on a CPU)")
     parser.add_argument(
-        "--algorithm", type=settings, metavar="NAME", help="how to draft, several with commas (none,chain,tree)"
+        "--algorithm", type=settings, metavar="NAME", help="how to draft, comma-separated (none,chain,tree)"
     )
     parser.add_argument(
         "--acceptance",

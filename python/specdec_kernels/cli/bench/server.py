@@ -46,14 +46,14 @@ def add_command(bench: CommandParser) -> None:
         type=settings,
         default=["chain"],
         metavar="NAME",
-        help="as of `specdec bench round`, several with commas (chain)",
+        help="as of `specdec bench round`, comma-separated (chain)",
     )
     parser.add_argument(
         "--concurrency",
         type=integers(1),
         default=[1, 16, 64],
         metavar="N",
-        help="clients, several with commas (1,16,64)",
+        help="clients, comma-separated (1,16,64)",
     )
     parser.add_argument(
         "--json-clients", type=at_least(1), default=16, metavar="N", help="clients that ask for JSON (16)"
@@ -107,7 +107,7 @@ def setups_of(args: argparse.Namespace, device: Any) -> list[Any]:
             args.output,
             device,
             torch.bfloat16 if device.type == "cuda" else torch.float32,
-            max_len=args.input + args.output + load("server.server").MORE,
+            max_len=args.input + args.output + load("server.server").SPARE_TOKENS,
         )
         for name in args.algorithm
     ]
