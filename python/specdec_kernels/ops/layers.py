@@ -141,7 +141,7 @@ def small_m_gemm(
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
-    """Compute `x @ weight.T + bias` for small M (1 to 128 rows), bound by the bandwidth that reads the weight.
+    """Compute `x @ weight.T + bias` for small M (1 to 128 rows), at the memory bandwidth of reading the weight.
 
     Sums are float32. The bits of a row do not depend on other rows. Above 128 rows cuBLAS is faster: the op reads the
     weight once per 128 rows (Hopper) or 8 rows (other GPUs). On Hopper it reads `weight` before the previous kernel on
@@ -421,7 +421,8 @@ def rope_qkv_write_kv(
         cos_sin: [num_positions, D] float32: per position D / 2 cosines, then D / 2 sines. Elements d and d + D / 2 of a
             head are rotated together, as in Hugging Face models (NeoX style).
         positions: [B, Q] or packed [T] int32; clamped to the table.
-        k_pool: as for `write_kv`, like all arguments up to `status` that concern KV.
+        k_pool: [num_pages, page_size, Hkv, D] of qkv's dtype or float8_e4m3fn; only the last dimension must be
+            contiguous; changed in place.
         v_pool: like k_pool.
         page_table: [num_slots, max_pages] int32.
         prefix_lens: [num_slots] int32.
@@ -432,10 +433,10 @@ def rope_qkv_write_kv(
         q_norm: [D] of qkv's dtype, weight of a per-head RMSNorm. None: no norm.
         k_norm: the same for keys.
         eps: of both norms, above 0.
-        page_refs: [num_pages] int32.
-        k_scale: scale of keys in FP8 pools.
-        v_scale: scale of values in FP8 pools.
-        status: [num_slots] int32.
+        page_refs: [num_pages] int32: pages with more than one owner are not written.
+        k_scale: as for `write_kv`.
+        v_scale: as for `write_kv`.
+        status: [num_slots] int32, with the bits of `write_kv`.
         out: preallocated result.
         stream: CUDA stream; None: the current one.
 

@@ -50,12 +50,13 @@ def verify_tree(
     requests.
 
     Candidates that were sampled without replacement from softmax(draft_logits / draft_temperature) are verified by
-    rejection sampling instead. The children of a node are tried in order; each is accepted with the ratio of the
-    target's probability to the draft's, over what earlier rejections left of both. If all are rejected, the bonus token
-    is sampled from the rest of the target's distribution. This accepts more if the draft is good, and makes the text
-    depend on the drafts as well as on the seed. The tree's shape must be fixed before sampling, and siblings must be in
-    draw order: choosing sampled candidates by score biases the text. The drafts' noise must be independent of this
-    op's. Greedy requests, and nodes whose children were not sampled, are verified as above.
+    rejection sampling instead. The children of a node are tried in order; each is accepted with probability
+    min(1, p / q), where p and q are its probabilities in what earlier rejections left of the target's and the draft's
+    distribution. If all are rejected, the bonus token is sampled from the rest of the target's distribution. This
+    accepts more if the draft is good, and makes the text depend on the drafts as well as on the seed. The tree's shape
+    must be fixed before sampling, and siblings must be in draw order: choosing sampled candidates by score biases the
+    text. The drafts' noise must be independent of this op's. Greedy requests, and nodes whose children were not
+    sampled, are verified as above.
 
     Source: Leviathan et al. (arXiv 2211.17192) and Chen et al. (2302.01318), rejection sampling; Jeon et al.
     (2402.14160), of several children without replacement; Sun et al. (2403.10444), block verification.

@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ...synthetic.names import DOMAINS, DRAFTERS, SHAPES
 from ..arguments import CommandParser, at_least, integers, words_of
 from ..optional_dependencies import require
-from .output import NO_CUDA, add_device, add_json, find_device, load, refuse, refuse_files, show
+from .output import NO_CUDA, add_device, add_json, add_models, find_device, load, refuse, refuse_files, show
 
 COMMAND = "bench engines"
 ENGINES = ("ours", "sglang", "sglang_fa3", "sglang_plugin", "vllm", "vllm_plugin")
@@ -19,7 +18,7 @@ ALGORITHMS = ("plain", "chain", "tree", "adaptive", "ngram")
 EPILOG = """\
 A synthetic target and EAGLE-3 head are written to --out in published formats. Each engine loads them in a process of
 its own and greedily continues pieces of a known text; every token is checked. Tokens per second are those of decoding
-alone: a long run less a short one.
+alone: a long run minus a short one.
   specdec bench engines --shape qwen3-8b --acceptance code --batch 1,4,16,64 --engines ours,sglang --out checkpoints
 
 engines:
@@ -29,8 +28,8 @@ engines:
   sglang_plugin, vllm_plugin  with our plugin
 
 algorithms:
-  plain, chain, tree, adaptive   as of `specdec bench round`; vLLM has no trees
-  ngram                          12 tokens verified in a round; prompts quote what will be written
+  plain, chain, tree, adaptive   as in `specdec bench round`; vLLM has no trees
+  ngram                          12 tokens verified per round; prompts quote the expected output
 """
 
 
@@ -41,14 +40,8 @@ def add_command(bench: CommandParser) -> None:
         description="Compare engines on the same checkpoints: this one, SGLang and vLLM, where they are installed.",
         epilog=EPILOG,
     )
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="shape of the target (qwen3-8b)")
+    add_models(parser)
     parser.add_argument("--layers", type=at_least(1), metavar="N", help="layers of the target (the shape's)")
-    parser.add_argument(
-        "--acceptance", choices=DOMAINS, default="code", help="texts whose acceptance the drafts have (code)"
-    )
-    parser.add_argument(
-        "--drafter", choices=DRAFTERS, default="eagle3", help="published drafter whose acceptance they have (eagle3)"
-    )
     parser.add_argument(
         "--engines",
         type=words_of(ENGINES),
@@ -62,7 +55,7 @@ def add_command(bench: CommandParser) -> None:
         default=[],
         type=engine_and_folders,
         metavar="ENGINE=FOLDER[:FOLDER]",
-        help="where to look for an engine's packages first, in its process alone; repeat the flag for several",
+        help="folders that an engine's process searches for packages first; repeat the flag for several",
     )
     parser.add_argument(
         "--algorithm",

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ...synthetic.names import DOMAINS, DRAFTERS, SHAPES
 from ..arguments import at_least
 from ..optional_dependencies import require, unwritable
 from ..table import print_table
@@ -25,6 +26,17 @@ def load(module: str) -> Any:
 def add_device(parser: argparse._ActionsContainer) -> None:
     """Add `--device`."""
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU")
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a synthetic target and its drafts."""
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="shape of the target (qwen3-8b)")
+    parser.add_argument(
+        "--acceptance", choices=DOMAINS, default="code", help="texts whose acceptance the drafts have (code)"
+    )
+    parser.add_argument(
+        "--drafter", choices=DRAFTERS, default="eagle3", help="published drafter whose acceptance they have (eagle3)"
+    )
 
 
 def add_json(parser: argparse._ActionsContainer) -> None:

@@ -6,10 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from ...synthetic.names import DOMAINS, DRAFTERS, SHAPES
 from ..arguments import CommandParser, at_least, integers
 from ..optional_dependencies import require
-from .output import NO_CUDA, add_device, add_json, find_device, load, refuse, refuse_files, show
+from .output import NO_CUDA, add_device, add_json, add_models, find_device, load, refuse, refuse_files, show
 from .rounds import settings
 
 COMMAND = "bench server"
@@ -34,19 +33,13 @@ def add_command(bench: CommandParser) -> None:
         description="Time a server and the engine that it serves: what HTTP, JSON and streaming cost.",
         epilog=EPILOG,
     )
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="shape of the target (qwen3-8b)")
-    parser.add_argument(
-        "--acceptance", choices=DOMAINS, default="code", help="texts whose acceptance the drafts have (code)"
-    )
-    parser.add_argument(
-        "--drafter", choices=DRAFTERS, default="eagle3", help="published drafter whose acceptance they have (eagle3)"
-    )
+    add_models(parser)
     parser.add_argument(
         "--algorithm",
         type=settings,
         default=["chain"],
         metavar="NAME",
-        help="as of `specdec bench round`, comma-separated (chain)",
+        help="as in `specdec bench round`, comma-separated (chain)",
     )
     parser.add_argument(
         "--concurrency",
