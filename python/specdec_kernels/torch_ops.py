@@ -4,10 +4,10 @@
     torch_ops.write_kv(k, v, k_pool, v_pool, page_table, prefix_lens)
     out = torch_ops.tree_attention(q, k_pool, v_pool, page_table, prefix_lens, mask=mask)
 
-Dynamo cannot look into a compiled module, but keeps an operator of `torch.library` as one node of its graph. Functions
-here are those of `specdec_kernels.ops`, with their arguments and results, without the outputs that a caller may pass
-(`out`, `lse`, `workspace`), `plan` and `stream`: operators allocate what they return and run on the current stream.
-Calling one costs some microseconds more than the plain op, so code that is not compiled uses that.
+Dynamo cannot trace a compiled module, but keeps an operator of `torch.library` as one node of its graph. The functions
+are those of `specdec_kernels.ops` with the same arguments and results, except preallocated outputs (`out`, `lse`,
+`workspace`), `plan` and `stream`: operators allocate their results and run on the current stream. A call costs some
+microseconds more than the plain op, so use the plain op in code that is not compiled.
 
 Importing this module imports torch; nothing else in the package imports it.
 """
@@ -29,7 +29,7 @@ _library: Any = torch.library.Library("specdec", "DEF")  # type: ignore[no-untyp
 
 _POOL = tuple(f"pool_{name}" for name in ops.PagePool._fields if name != "page_size")
 
-# What each op changes in place. Those left out change nothing.
+# Arguments that each op changes in place; ops without an entry change nothing.
 _CHANGED: dict[str, tuple[str, ...]] = {
     "expand_tree": (
         "candidates_tokens", "candidates_parents", "candidates_scores", "frontier_nodes", "frontier_mask",
@@ -84,7 +84,7 @@ def _default(value: Any) -> str:
 
 
 class _Op:
-    """One op as operators see it: tuples of tensors are taken apart, arguments for outputs are gone."""
+    """An op as an operator: structs are flattened into tensors, and arguments for outputs are omitted."""
 
     def __init__(self, name: str) -> None:
         self.name, self.call = name, inspect.unwrap(getattr(ops, name))
@@ -100,7 +100,7 @@ class _Op:
         parts = get_args(result) if get_origin(result) is tuple else (result,)
         self.results = [] if result is type(None) else [part if _is_struct(part) else None for part in parts]
         self.is_single = get_origin(result) is not tuple
-        # The same function with no compiled half: it allocates the outputs, whose shapes and dtypes are the fake's.
+        # The fake: the same function without the compiled half, which only allocates the outputs.
         sizes = ("tree_attention_workspace", "verify_tree_workspace")
         nothing = types.SimpleNamespace(**dict.fromkeys(sizes, lambda *_: 0), **{name: lambda *_: None})
         self.fake = types.FunctionType(
@@ -133,7 +133,7 @@ class _Op:
                 arguments.append(f"{kind} {field}{default}")
         count = sum(1 if part is None else len(_struct_fields(part)) for part in self.results)
         if self.name == "add_rms_norm" and required is None:
-            count = 1  # the sum is x then, which an operator must not return
+            count = 1  # the second result is x, which an operator must not return
         results = "Tensor" if count == 1 else "(" + ", ".join(["Tensor"] * count) + ")"
         return f"{self.name}{overload}({', '.join(arguments)}) -> {results}"
 
@@ -208,7 +208,7 @@ def _function(name: str) -> Any:
     given = op.register(f".{split}", required=split) if split else plain
     sizes = [1 if part is None else len(_struct_fields(part)) for part in op.results]
 
-    # Loops, which are what Dynamo (torch 2.11) understands of tuples with names.
+    # Plain loops: Dynamo (torch 2.11) cannot trace more concise code over named tuples.
     structs = {name: tuple(_struct_fields(hint)) for name, hint in op.hints.items() if _is_struct(hint)}
 
     def function(*arguments: Any, **options: Any) -> Any:
