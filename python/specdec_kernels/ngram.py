@@ -284,20 +284,9 @@ class NgramIndex:
             raise wrong_type("ngram_draft", "out", out, NgramDraft)
         tree, scores, match_len = out
         self._index.draft(
-            slots,
-            seq_lens,
-            n,
-            mode == "chain",
-            min_prob,
-            min_match,
-            own_weight,
-            group_weight,
-            global_weight,
-            recency,
-            *tree,
-            scores,
-            match_len,
-        )
+            slots, seq_lens, n, mode == 'chain', min_prob, min_match, own_weight, group_weight, global_weight, recency,
+            *tree, scores, match_len,
+        )  # fmt: skip
         return out
 
 

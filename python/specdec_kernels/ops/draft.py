@@ -190,17 +190,9 @@ def expand_root(
         if not isinstance(frontier, Frontier):
             raise wrong_type(op, "out[1]", frontier, Frontier)
     _C.expand_root(
-        stream,
-        topk_ids,
-        topk_logprobs,
-        seq_lens,
-        num_steps,
-        slots,
-        position_offset,
-        calibration,
-        *candidates,
+        stream, topk_ids, topk_logprobs, seq_lens, num_steps, slots, position_offset, calibration, *candidates,
         *frontier,
-    )
+    )  # fmt: skip
     return candidates, frontier
 
 
@@ -266,19 +258,9 @@ def expand_tree(
         raise wrong_type(op, "out", out, DraftInputs)
     nodes, _, _, mask = frontier
     _C.expand_tree(
-        stream,
-        topk_ids,
-        topk_logprobs,
-        step,
-        *candidates,
-        nodes,
-        mask,
-        seq_lens,
-        slots,
-        position_offset,
-        calibration,
+        stream, topk_ids, topk_logprobs, step, *candidates, nodes, mask, seq_lens, slots, position_offset, calibration,
         *out,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -352,16 +334,9 @@ def update_calibration(
     if not isinstance(accepted, Accepted):
         raise wrong_type(op, "accepted", accepted, Accepted)
     _C.update_calibration(
-        stream,
-        *calibration,
-        tree.tokens,
-        tree.parents,
-        tree.positions,
-        tree.num_nodes,
-        scores,
-        accepted.tokens,
+        stream, *calibration, tree.tokens, tree.parents, tree.positions, tree.num_nodes, scores, accepted.tokens,
         accepted.num_valid,
-    )
+    )  # fmt: skip
 
 
 def draft_extend_inputs(

@@ -242,22 +242,9 @@ def write_kv(
             without quantization.
     """
     _C.write_kv(
-        stream,
-        k,
-        v,
-        k_pool,
-        v_pool,
-        page_table,
-        prefix_lens,
-        row_offset,
-        slots,
-        num_valid,
-        cu_seqlens_q,
-        page_refs,
-        k_scale,
-        v_scale,
-        status,
-    )
+        stream, k, v, k_pool, v_pool, page_table, prefix_lens, row_offset, slots, num_valid, cu_seqlens_q, page_refs,
+        k_scale, v_scale, status,
+    )  # fmt: skip
 
 
 def move_kv(

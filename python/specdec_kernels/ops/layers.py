@@ -451,25 +451,7 @@ def rope_qkv_write_kv(
         kv_heads = shape_of("rope_qkv_write_kv", "k_pool", k_pool, 4)[2]
         out = empty_like("rope_qkv_write_kv", qkv, (*rows, max(heads - 2 * kv_heads, 0), head_dim))
     _C.rope_qkv_write_kv(
-        stream,
-        qkv,
-        cos_sin,
-        positions,
-        k_pool,
-        v_pool,
-        page_table,
-        prefix_lens,
-        row_offset,
-        slots,
-        num_valid,
-        cu_seqlens_q,
-        q_norm,
-        k_norm,
-        eps,
-        page_refs,
-        k_scale,
-        v_scale,
-        status,
-        out,
-    )
+        stream, qkv, cos_sin, positions, k_pool, v_pool, page_table, prefix_lens, row_offset, slots, num_valid,
+        cu_seqlens_q, q_norm, k_norm, eps, page_refs, k_scale, v_scale, status, out,
+    )  # fmt: skip
     return out

@@ -55,13 +55,6 @@ def tree_outputs(op: str, name: str, like: Tensor, nodes: int | None, ndim: int 
     """Allocate a tree with as many rows as `like`, of `nodes` nodes (None: as many as `like` has columns)."""
     batch, *columns = shape_of(op, name, like, ndim)
     nodes = max(columns[0] if nodes is None else nodes, 0)  # the op itself refuses a size out of range
-    row = (batch, nodes)
-    return Tree(
-        empty(op, like, row, "int32"),
-        empty(op, like, row, "int32"),
-        empty(op, like, row, "int32"),
-        empty(op, like, row, "int32"),
-        empty(op, like, row, "int32"),
-        empty(op, like, (batch, nodes, (nodes + 63) // 64), "int64"),
-        empty(op, like, (batch,), "int32"),
-    )
+    per_node = [empty(op, like, (batch, nodes), "int32") for _ in range(5)]
+    mask = empty(op, like, (batch, nodes, (nodes + 63) // 64), "int64")
+    return Tree(*per_node, mask, empty(op, like, (batch,), "int32"))

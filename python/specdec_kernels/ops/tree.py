@@ -192,21 +192,9 @@ def merge_trees(
         if not isinstance(tree, Tree):
             raise wrong_type(op, "out[0]", tree, Tree)
     _C.merge_trees(
-        stream,
-        a.tokens,
-        a.parents,
-        a.positions,
-        a.num_nodes,
-        a_scores,
-        b.tokens,
-        b.parents,
-        b.positions,
-        b.num_nodes,
-        b_scores,
-        num_nodes,
-        *tree,
-        scores,
-    )
+        stream, a.tokens, a.parents, a.positions, a.num_nodes, a_scores, b.tokens, b.parents, b.positions, b.num_nodes,
+        b_scores, num_nodes, *tree, scores,
+    )  # fmt: skip
     return tree, scores
 
 

@@ -125,34 +125,10 @@ def verify_tree(
         size = _C.verify_tree_workspace(logits, packed_nodes, temperature, draft_logits, plan)
         workspace = empty(op, logits, (size,), "uint8") if size else None
     _C.verify_tree(
-        stream,
-        logits,
-        tree.tokens,
-        tree.parents,
-        tree.positions,
-        tree.first_child,
-        tree.next_sibling,
-        tree.num_nodes,
-        accept_width,
-        slots,
-        cu_seqlens_q,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-        vocab_mask,
-        logit_bias,
-        draft_logits,
-        draft_rows,
-        draft_temperature,
-        id_map,
-        block_verification,
-        plan,
-        workspace,
-        status,
-        *out,
-    )
+        stream, logits, tree.tokens, tree.parents, tree.positions, tree.first_child, tree.next_sibling, tree.num_nodes,
+        accept_width, slots, cu_seqlens_q, temperature, top_k, top_p, min_p, seeds, vocab_mask, logit_bias,
+        draft_logits, draft_rows, draft_temperature, id_map, block_verification, plan, workspace, status, *out,
+    )  # fmt: skip
     return out
 
 
@@ -479,19 +455,7 @@ def commit_tokens(
         (batch,) = shape_of(op, "accepted.num_valid", accepted.num_valid, 1)
         out = empty(op, accepted.num_valid, (batch,), "int32")
     _C.commit_tokens(
-        stream,
-        accepted.tokens,
-        accepted.num_valid,
-        state.stop_tokens,
-        state.remaining,
-        state.max_seq_lens,
-        state.seq_lens,
-        state.prefix_lens,
-        state.root_tokens,
-        state.finish_reasons,
-        slots,
-        state.status,
-        counts,
-        out,
-    )
+        stream, accepted.tokens, accepted.num_valid, state.stop_tokens, state.remaining, state.max_seq_lens,
+        state.seq_lens, state.prefix_lens, state.root_tokens, state.finish_reasons, slots, state.status, counts, out,
+    )  # fmt: skip
     return out

@@ -64,20 +64,9 @@ def build_tree_kernel_efficient(
         ValueError: wrong dtype, shape or device; a size out of range.
     """
     _C.build_tree_kernel_efficient(
-        None,
-        parent_list,
-        selected_index,
-        verified_seq_len,
-        tree_mask,
-        positions,
-        retrive_index,
-        retrive_next_token,
-        retrive_next_sibling,
-        topk,
-        depth,
-        draft_token_num,
-        tree_mask_mode,
-    )
+        None, parent_list, selected_index, verified_seq_len, tree_mask, positions, retrive_index, retrive_next_token,
+        retrive_next_sibling, topk, depth, draft_token_num, tree_mask_mode,
+    )  # fmt: skip
 
 
 def verify_tree_greedy(
@@ -106,16 +95,9 @@ def verify_tree_greedy(
         ValueError: wrong dtype, shape or device.
     """
     _C.verify_tree_greedy(
-        None,
-        predicts,
-        accept_index,
-        accept_token_num,
-        candidates,
-        retrive_index,
-        retrive_next_token,
-        retrive_next_sibling,
-        target_predict,
-    )
+        None, predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token,
+        retrive_next_sibling, target_predict,
+    )  # fmt: skip
 
 
 def move_accept_tokens(
@@ -152,17 +134,9 @@ def move_accept_tokens(
         ValueError: wrong dtype, shape or device; a size out of range.
     """
     _C.move_accept_tokens(
-        None,
-        data_ptrs,
-        row_bytes,
-        num_rows,
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        out_cache_loc,
-        accept_index,
+        None, data_ptrs, row_bytes, num_rows, req_to_token, req_pool_indices, seq_lens, out_cache_loc, accept_index,
         num_correct_drafts,
-    )
+    )  # fmt: skip
 
 
 def tree_speculative_sampling_target_only(
@@ -206,18 +180,7 @@ def tree_speculative_sampling_target_only(
         ValueError: wrong dtype, shape or device; a threshold outside 0 to 1.
     """
     _C.tree_speculative_sampling_target_only(
-        None,
-        predicts,
-        accept_index,
-        accept_token_num,
-        candidates,
-        retrive_index,
-        retrive_next_token,
-        retrive_next_sibling,
-        uniform_samples,
-        uniform_samples_for_final_sampling,
-        target_probs,
-        draft_probs,
-        threshold_single,
-        threshold_acc,
-    )
+        None, predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token,
+        retrive_next_sibling, uniform_samples, uniform_samples_for_final_sampling, target_probs, draft_probs,
+        threshold_single, threshold_acc,
+    )  # fmt: skip
