@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from . import engine_flags
 from .generate import Printer, add_sampling, sampling_of
-from .optional_dependencies import require
+from .optional_dependencies import guarded, require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,11 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     if not require("chat", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 2
-    try:
-        return chat(args)
-    except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name
-        print(f"specdec chat: {error}", file=sys.stderr)
-        return 2
+    return guarded("chat", chat, args)
 
 
 def chat(args: argparse.Namespace) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING
 
 from .arguments import add_flag, model_of
 from .engine_flags import add_engine_flags
-from .optional_dependencies import require
+from .optional_dependencies import guarded, require
 from .speculative_flags import add_draft_to_examine
 from .table import print_table
 
@@ -56,14 +55,15 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     if not require("doctor", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 2
+    return guarded("doctor", diagnose, args)
+
+
+def diagnose(args: argparse.Namespace) -> int:
+    """Examine the draft and print the diagnosis; return 1 if it has a cause, else 0."""
     from .doctor_examine import examine
 
-    try:
-        args.model = model_of(args, required=True)
-        diagnosis = examine(args)
-    except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name
-        print(f"specdec doctor: {error}", file=sys.stderr)
-        return 2
+    args.model = model_of(args, required=True)
+    diagnosis = examine(args)
     if args.json:
         print(json.dumps(diagnosis.facts(), indent=2))
     else:

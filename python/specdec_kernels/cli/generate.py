@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from . import speculative_flags
 from .arguments import add_flag
 from .engine_flags import add_engine_flags, options_of
-from .optional_dependencies import require
+from .optional_dependencies import guarded, require
 from .tuning_flags import add_tuning
 
 if TYPE_CHECKING:
@@ -123,11 +122,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     if not require("generate", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 1
-    try:
-        return compare(args)
-    except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name
-        print(f"specdec generate: {error}", file=sys.stderr)
-        return 2
+    return guarded("generate", compare, args)
 
 
 def compare(args: argparse.Namespace) -> int:

@@ -1,10 +1,12 @@
-"""Checks before a command starts: optional packages, none of which the base install has, and output files."""
+"""Guards of commands: optional packages, which the base install lacks, output files, and errors of the engine."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -16,6 +18,15 @@ def require(command: str, extra: str, packages: list[str]) -> bool:
             f'specdec {command} needs {" and ".join(missing)}: pip install "specdec-kernels[{extra}]"', file=sys.stderr
         )
     return not missing
+
+
+def guarded(command: str, function: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command's function; if the engine refuses something, print its message and return 2."""
+    try:
+        return function(args)
+    except (OSError, ValueError, NotImplementedError) as error:
+        print(f"specdec {command}: {error}", file=sys.stderr)
+        return 2
 
 
 def unwritable(file: str) -> str | None:

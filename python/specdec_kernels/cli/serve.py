@@ -6,12 +6,11 @@ import argparse
 import asyncio
 import signal
 import socket
-import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from . import engine_flags
-from .optional_dependencies import require
+from .optional_dependencies import guarded, require
 
 if TYPE_CHECKING:
     from ..server import Settings
@@ -85,11 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     if not require("serve", "serve", PACKAGES):
         return 2
-    try:
-        return serve(args)
-    except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name
-        print(f"specdec serve: {error}", file=sys.stderr)
-        return 2
+    return guarded("serve", serve, args)
 
 
 def serve(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .arguments import add_flag, model_of
 from .engine_flags import add_engine_flags
-from .optional_dependencies import require, unwritable
+from .optional_dependencies import guarded, require, unwritable
 from .speculative_flags import add_draft_to_examine
 from .table import print_table
 
@@ -73,18 +73,19 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     if not require("tune", "engine", ["torch", "transformers", "safetensors", "rich"]):
         return 2
+    return guarded("tune", tune, args)
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Measure, and print and write the result; return 1 if nothing was measured, else 0."""
     from .tune_measure import measure
 
-    try:
-        args.model = model_of(args, required=True)
-        for name in SWEEPS:
-            setattr(args, name, rising(getattr(args, name), "--" + name.replace("_", "-")))
-        if args.out and unwritable(args.out):
-            raise ValueError(f"--out is {args.out}, expected a file in an existing folder")
-        found = measure(args)
-    except (OSError, ValueError, NotImplementedError) as error:  # what the engine refuses, by name
-        print(f"specdec tune: {error}", file=sys.stderr)
-        return 2
+    args.model = model_of(args, required=True)
+    for name in SWEEPS:
+        setattr(args, name, rising(getattr(args, name), "--" + name.replace("_", "-")))
+    if args.out and unwritable(args.out):
+        raise ValueError(f"--out is {args.out}, expected a file in an existing folder")
+    found = measure(args)
     if not found.rows:
         print("specdec tune: nothing was measured within --seconds", file=sys.stderr)
         return 1
