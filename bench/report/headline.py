@@ -1,7 +1,4 @@
-"""Draw README's chart: decode throughput of each engine at its best setting, from the records of one machine.
-
-specdec bench headline [bench/results [docs/headline.svg]]
-"""
+"""README's chart: decode throughput of each engine at its best setting, from the records of one machine."""
 
 from __future__ import annotations
 
@@ -78,8 +75,6 @@ def plot_headline(runs: list[dict[str, Any]], file: Path) -> None:
     write(figure, file)
 
 
-def main(arguments: list[str]) -> None:
-    paths = ["bench/results", "docs/headline.svg"]
-    results, target = (Path(path) for path in [*arguments, *paths[len(arguments) :]])
-    runs = [json.loads(path.read_text()) for path in sorted(results.glob(RECORDS))]
-    plot_headline(runs, target)
+def write_headline(results: Path, file: Path) -> None:
+    """Draw the chart from the records in a folder."""
+    plot_headline([json.loads(path.read_text()) for path in sorted(results.glob(RECORDS))], file)

@@ -14,29 +14,22 @@ PACKAGES = ["torch", "matplotlib"]
 
 def add_command(bench: CommandParser) -> None:
     """Add the parsers of both."""
-    for name, run, description, output in (
-        ("report", run_report, "Write the page of benchmarks and its charts from recorded runs.", "docs/benchmarks.md"),
-        ("headline", run_headline, "Draw the chart of README from recorded runs.", "docs/headline.svg"),
+    for name, description, output in (
+        ("report", "Write the page of benchmarks and its charts from recorded runs.", "docs/benchmarks.md"),
+        ("headline", "Draw the chart of README from recorded runs.", "docs/headline.svg"),
     ):
         parser = bench.add_command(name, description=description)
         parser.add_argument(
             "results", type=Path, nargs="?", default=Path("bench/results"), help="folder of the records (bench/results)"
         )
         parser.add_argument("output", type=Path, nargs="?", default=Path(output), help=f"file to write ({output})")
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=run, benchmark=name)
 
 
-def run_report(args: argparse.Namespace) -> int:
-    """Run `specdec bench report` and return its exit code."""
-    if not require("bench report", "bench", PACKAGES):
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    name = args.benchmark
+    if not require(f"bench {name}", "bench", PACKAGES):
         return 2
-    load("report.report").write_report(args.results, args.output)
-    return 0
-
-
-def run_headline(args: argparse.Namespace) -> int:
-    """Run `specdec bench headline` and return its exit code."""
-    if not require("bench headline", "bench", PACKAGES):
-        return 2
-    load("report.headline").main([str(args.results), str(args.output)])
+    getattr(load(f"report.{name}"), f"write_{name}")(args.results, args.output)
     return 0
