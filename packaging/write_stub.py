@@ -24,7 +24,7 @@ HEAD = '''\
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 Tensor: TypeAlias = Any
 PagePool: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]  # ops.PagePool

@@ -13,6 +13,7 @@
 #include "python/fields.h"
 #include "python/gil.h"
 #include "python/module.h"
+#include "python/named_tuple.h"
 #include "scheduler/round_graphs.h"
 #include "scheduler/scheduler.h"
 
@@ -192,9 +193,12 @@ py::object python_exception(const std::exception_ptr& error) {
   return py::error_already_set().value();
 }
 
-// Returns the updates since the last call, as tuples. With `wait`: at least one, or None once the loop has ended and
-// all updates are taken.
-py::object take(PyScheduler& scheduler, bool wait) {
+using UpdateType = NamedTuple<10>;
+using TimesType = NamedTuple<8>;
+
+// Returns the updates since the last call. With `wait`: at least one, or None once the loop has ended and all updates
+// are taken.
+py::object take(const UpdateType& make_update, PyScheduler& scheduler, bool wait) {
   bool has_more = true;
   if (wait) {
     const WithoutGil released;
@@ -212,9 +216,9 @@ py::object take(PyScheduler& scheduler, bool wait) {
     if (update.scores)
       scores = py::make_tuple(update.scores->logprobs, update.scores->top_ids, update.scores->top_logprobs);
     const scheduler::RoundCounts& counts = update.counts;
-    list[i] = py::make_tuple(update.request_id, std::move(new_tokens), static_cast<int32_t>(update.reason),
-                             counts.rounds, counts.drafted, counts.accepted, counts.cached, update.status,
-                             std::move(scores), python_exception(update.error));
+    list[i] = make_update(update.request_id, std::move(new_tokens), static_cast<int32_t>(update.reason), counts.rounds,
+                          counts.drafted, counts.accepted, counts.cached, update.status, std::move(scores),
+                          python_exception(update.error));
   }
   return list;
 }
@@ -418,6 +422,11 @@ void add_scheduler(py::module_& m) {
              optional("ngram_group", &PyAdmittedRequest::ngram_group), optional("extra", &PyAdmittedRequest::extra),
              optional("cached_entries", &PyAdmittedRequest::cached_entries));
   using Release = py::call_guard<WithoutGil>;
+  const UpdateType update_type(
+      m, "specdec_kernels._C.RequestUpdate", "New tokens of a request, or its end",
+      {"request_id", "tokens", "reason", "rounds", "drafted", "accepted", "cached", "status", "scores", "error"});
+  const TimesType times_type(m, "specdec_kernels._C.SchedulerTimes", "Counts, and totals in nanoseconds",
+                             {"rounds", "rows", "host", "wait", "prefill", "device", "following", "gaps"});
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, "config"_a, py::kw_only(), "commands"_a, "results"_a,
            "stream"_a = py::none(), "graphs"_a = py::dict(), "trace"_a = false)
@@ -448,7 +457,8 @@ void add_scheduler(py::module_& m) {
             s.reset_rounds();
           },
           "graphs"_a)
-      .def("take", &take, "wait"_a = true)
+      .def(
+          "take", [update_type](PyScheduler& s, bool wait) { return take(update_type, s, wait); }, "wait"_a = true)
       .def_property_readonly("num_running", &PyScheduler::num_running)
       .def_property_readonly("num_waiting", &PyScheduler::num_waiting)
       .def_property_readonly("num_free_pages_estimate", &PyScheduler::num_free_pages_estimate)
@@ -458,10 +468,10 @@ void add_scheduler(py::module_& m) {
       .def_property_readonly("num_prefix_hits", &PyScheduler::num_prefix_hits)
       .def_property_readonly("num_cached_tokens", &PyScheduler::num_cached_tokens)
       .def_property_readonly("times",
-                             [](const PyScheduler& s) {
+                             [times_type](const PyScheduler& s) {
                                const auto t = s.recorder().totals();
-                               return py::make_tuple(t.rounds, t.requests, t.host, t.wait, t.prefill, t.device,
-                                                     t.following, t.gaps);
+                               return times_type(t.rounds, t.requests, t.host, t.wait, t.prefill, t.device, t.following,
+                                                 t.gaps);
                              })
       .def_property_readonly("rounds_by_rows", [](const PyScheduler& s) { return s.recorder().rounds_by_rows(); })
       .def_property_readonly("costs", [](const PyScheduler& s) { return s.budget().costs(); })

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 Tensor: TypeAlias = Any
 PagePool: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]  # ops.PagePool
@@ -717,21 +717,56 @@ class _Executor(Protocol):
     def assign_pages(self, sources: list[int], destinations: list[int]) -> None: ...
     def progress(self) -> tuple[int, int]: ...
 
-# Request id, new tokens, finish reason, rounds, drafted, accepted, cached, status; if requested, log-probabilities of
-# the tokens, ids of the best alternatives to each, and their log-probabilities; the exception of an executor call that
-# ended the request.
-RequestUpdate: TypeAlias = tuple[
-    int,
-    list[int],
-    int,
-    int,
-    int,
-    int,
-    int,
-    int,
-    tuple[list[float], list[int], list[float]] | None,
-    BaseException | None,
-]
+class RequestUpdate(NamedTuple):
+    """New tokens of a request, or its end.
+
+    Attributes:
+        request_id: the request.
+        tokens: its new tokens.
+        reason: a `FinishReason`, 0 while it runs.
+        rounds: rounds that emitted tokens so far.
+        drafted: draft tokens verified so far.
+        accepted: draft tokens accepted so far.
+        cached: prompt tokens whose rows came from the prefix cache.
+        status: `Status` of the slot if the reason is an error; 0 if an executor call raised.
+        scores: log-probabilities of the tokens, ids of the best alternatives to each, and their log-probabilities; None
+            if it asked for none.
+        error: the exception of an executor call that ended it.
+    """
+
+    request_id: int
+    tokens: list[int]
+    reason: int
+    rounds: int
+    drafted: int
+    accepted: int
+    cached: int
+    status: int
+    scores: tuple[list[float], list[int], list[float]] | None
+    error: BaseException | None
+
+class SchedulerTimes(NamedTuple):
+    """Counts of rounds and their rows, and totals in nanoseconds.
+
+    Attributes:
+        rounds: rounds whose results have been read.
+        rows: requests of these rounds.
+        host: work of the loop.
+        wait: waiting of the loop for the device.
+        prefill: calls of prefill.
+        device: rounds on the device.
+        following: of these, rounds that were launched while another was in flight, with nothing in between.
+        gaps: idle time before those.
+    """
+
+    rounds: int
+    rows: int
+    host: int
+    wait: int
+    prefill: int
+    device: int
+    following: int
+    gaps: int
 
 class Submission:
     """The parameters of a request, described in csrc/scheduler/scheduler.h."""
@@ -1013,12 +1048,7 @@ class Scheduler:
     @property
     def num_cached_tokens(self) -> int: ...
     @property
-    def times(self) -> tuple[int, int, int, int, int, int, int, int]:
-        """Return rounds and rows, then nanoseconds.
-
-        Host work, waiting, prefill, rounds on the device; of these, rounds launched while another was in flight with
-        nothing in between; the gaps before those.
-        """
+    def times(self) -> SchedulerTimes: ...
     @property
     def rounds_by_rows(self) -> list[list[int]]: ...
     @property

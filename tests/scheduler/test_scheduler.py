@@ -531,8 +531,8 @@ def test_submit_and_cancel_from_threads() -> None:
             failures.append(error)
 
     def read() -> None:
-        while (emissions := device.scheduler.take()) is not None:
-            device.emit(emissions)
+        while (updates := device.scheduler.take()) is not None:
+            device.emit(updates)
 
     threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
     servers = [threading.Thread(target=serve, args=(method,)) for method in (device.scheduler.run, read)]
@@ -602,9 +602,9 @@ def test_run_waits_for_work_and_goes_on_after_exceptions() -> None:
         device.faults = {fault: 1.0}
         request_id = device.submit([1, 2], 3)
         while not device.sent[request_id].reason:
-            emissions = device.scheduler.take()
-            assert emissions
-            device.emit(emissions)
+            updates = device.scheduler.take()
+            assert updates
+            device.emit(updates)
         device.faults = {}
         reasons.append((device.sent[request_id].reason, str(device.sent[request_id].error)))
     device.scheduler.stop()
@@ -782,8 +782,10 @@ def test_gaps_between_rounds() -> None:
     device.spoil = stamp
     device.submit([1], 6)
     device.run()
-    *_, in_rounds, following, gaps = device.scheduler.times
-    assert (in_rounds, following, gaps) == (5 * 900, 4 * 900, 4 * 100), "the first one is no measure of others"
+    times = device.scheduler.times
+    assert (times.device, times.following, times.gaps) == (5 * 900, 4 * 900, 4 * 100), (
+        "the first one is no measure of others"
+    )
 
 
 @overlapped
@@ -812,8 +814,9 @@ def test_times_and_trace(tmp_path: Path) -> None:
     device = Device(Sizes(rounds_in_flight=2))
     device.submit([1, 2, 3], 9)
     device.run()
-    rounds, rows, host, wait, prefill, *_ = device.scheduler.times
-    assert rounds == rows == device.num_published - 1 > 0 and min(host, prefill) > 0 and wait == 0
+    times = device.scheduler.times
+    assert times.rounds == times.rows == device.num_published - 1 > 0
+    assert min(times.host, times.prefill) > 0 and times.wait == 0
     device.scheduler.write_trace(str(tmp_path / "none.json"))  # it was not to be kept
     traced = _C.Scheduler(None, Sizes().config, **rings(Sizes()), trace=True)
     traced.step()

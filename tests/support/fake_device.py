@@ -747,22 +747,23 @@ class Device:
 
     # --- what comes out
 
-    def emit(self, emissions: list[tuple[Any, ...]]) -> None:
-        if emissions:
+    def emit(self, updates: list[_C.RequestUpdate]) -> None:
+        if updates:
             self.events.append("emit")
-        for request_id, tokens, reason, *counts, status, scores, error in emissions:
-            sent = self.sent[request_id]
-            assert scores == (None if sent.num_logprobs < 0 else scores_of(tokens, sent.num_logprobs))
-            assert not sent.reason, "nothing follows the last emission"
-            assert reason or (tokens and self.streams)
-            assert (error is not None) == (reason == ERROR and not status)
-            assert counts.pop() < len(sent.prompt)
+        for update in updates:
+            sent, tokens = self.sent[update.request_id], update.tokens
+            assert update.scores == (None if sent.num_logprobs < 0 else scores_of(tokens, sent.num_logprobs))
+            assert not sent.reason, "nothing follows the last update"
+            assert update.reason or (tokens and self.streams)
+            assert (update.error is not None) == (update.reason == ERROR and not update.status)
+            assert update.cached < len(sent.prompt)
             sent.emitted += tokens
-            sent.reason, sent.status, sent.counts, sent.error = reason, status, tuple(counts), error
+            sent.reason, sent.status, sent.error = update.reason, update.status, update.error
+            sent.counts = (update.rounds, update.drafted, update.accepted)
             assert sent.emitted == sent.produced[: len(sent.emitted)]
-            if reason:
-                assert request_id not in {s.request_id for s in self.slots.values() if not s.left}
-        for sent in (self.sent[emission[0]] for emission in emissions):
+            if sent.reason:
+                assert update.request_id not in {s.request_id for s in self.slots.values() if not s.left}
+        for sent in (self.sent[update.request_id] for update in updates):
             up_to_date = self.sizes.rounds_in_flight == 1 and not self.driven
             if sent.reason not in (ERROR, CANCELLED, TIMEOUT) and (sent.reason or (up_to_date and not sent.failed)):
                 assert sent.emitted == sent.produced and sent.counts == (sent.rounds, sent.drafted, sent.accepted)

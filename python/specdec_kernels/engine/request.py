@@ -18,6 +18,7 @@ from .params import SamplingParams
 from .text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
+    from .._C import RequestUpdate
     from .transfer.kv_transfer import MigratedKv
 
 logger = logging.getLogger(__name__)
@@ -175,34 +176,17 @@ class BaseRequest:
 
     # --- for the thread that delivers results
 
-    def update(
-        self,
-        tokens: list[int],
-        reason: int,
-        rounds: int,
-        drafted: int,
-        accepted: int,
-        cached: int,
-        status: int,
-        scores: tuple[list[float], list[int], list[float]] | None,
-        error: BaseException | None,
-    ) -> bool:
-        """Add an update of the scheduler to the output. Return whether readers have something new to see.
-
-        Args:
-            tokens: new ones. reason: `FinishReason`, 0 while it runs. status: `Status` of the slot.
-            rounds, drafted, accepted, cached: totals so far.
-            scores: log-probabilities [T] of the tokens, the top ids [T * n] and their log-probabilities.
-            error: exception that ended it.
-        """
-        output = self.output
+    def add_update(self, update: RequestUpdate) -> bool:
+        """Add an update of the scheduler to the output. Return whether readers have something new to see."""
+        output, reason = self.output, update.reason
         if self._ends_as is not None:
             # Rounds that were in flight when the end was decided add nothing.
             if not reason:
                 return False
             self._end(self._ends_as)
             return True
-        logprobs = None if scores is None else token_logprobs(*scores, self._num_logprobs)
+        tokens, accepted, status, error = update.tokens, update.accepted, update.status, update.error
+        logprobs = None if update.scores is None else token_logprobs(*update.scores, self._num_logprobs)
         if self._stop is not None and (kept := self._stop.find(tokens)) is not None:
             accepted -= len(tokens) - kept
             tokens = tokens[:kept]
@@ -217,8 +201,8 @@ class BaseRequest:
         if output.logprobs is not None and logprobs is not None:
             output.logprobs += logprobs
         stats, before = output.stats, self._counts_before
-        stats.rounds, stats.drafted, stats.accepted = rounds + before[0], drafted + before[1], accepted + before[2]
-        output.cached_tokens = cached + before[3]
+        stats.rounds, stats.drafted = update.rounds + before[0], update.drafted + before[1]
+        stats.accepted, output.cached_tokens = accepted + before[2], update.cached + before[3]
         if reason:
             self.status, self.error = Status(status), error
             self._end(FinishReason(reason))

@@ -88,21 +88,20 @@ class EngineStats:
 
 def read_stats(scheduler: Scheduler, config: EngineConfig, emit_seconds: float) -> EngineStats:
     """Return the scheduler's counts. Device times are those of rounds whose results have been read."""
-    rounds, rows, *nanoseconds = scheduler.times
-    host, wait, prefill, device, following, gaps = (1e-9 * t for t in nanoseconds)
+    times = scheduler.times
     return EngineStats(
-        rounds=rounds,
-        rows=rows,
+        rounds=times.rounds,
+        rows=times.rows,
         retractions=scheduler.num_retractions,
         prefix_hits=scheduler.num_prefix_hits,
         cached_tokens=scheduler.num_cached_tokens,
-        host_seconds=host,
-        wait_seconds=wait,
-        prefill_seconds=prefill,
+        host_seconds=1e-9 * times.host,
+        wait_seconds=1e-9 * times.wait,
+        prefill_seconds=1e-9 * times.prefill,
         emit_seconds=emit_seconds,
-        device_seconds=device,
-        following_seconds=following,
-        gap_seconds=gaps,
+        device_seconds=1e-9 * times.device,
+        following_seconds=1e-9 * times.following,
+        gap_seconds=1e-9 * times.gaps,
         rounds_by_nodes=rounds_by_nodes(scheduler, config),
         costs=scheduler.costs,
     )

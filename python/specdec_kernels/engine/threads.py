@@ -193,16 +193,16 @@ class EngineThreads:
 
     def _deliver(self, updates: list[RequestUpdate]) -> None:
         with self._lock:  # a thread in `submit` has the ids, and may not have noted the requests yet
-            requests = [self._requests.get(update[0]) for update in updates]
+            requests = [self._requests.get(update.request_id) for update in updates]
         updated: dict[OnUpdate, list[BaseRequest]] = {}
         ended: list[BaseRequest] = []
         for request, update in zip(requests, updates, strict=True):
             if request is None:  # an interrupt came before the request had its id
-                self._scheduler.cancel(update[0])
+                self._scheduler.cancel(update.request_id)
                 continue
-            is_last = update[2] != FinishReason.RUNNING
+            is_last = update.reason != FinishReason.RUNNING
             try:
-                has_update = request.update(*update[1:])
+                has_update = request.add_update(update)
             except BaseException as error:
                 request.fail(error, released=is_last)
                 has_update = is_last
