@@ -45,7 +45,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 from .engine import Draft, Engine, NewTokens, Ngram, SamplingParams
 from .models.backends.native import check_supported
 from .models.families import family_of, position_limit
-from .models.weights.loading import check_modules, text_config
+from .models.weights.loading import check_modules
+from .models.weights.model_config import text_config
 from .ngram import NgramIndex
 
 __all__ = ["NgramCandidates", "assisted", "generate", "release"]

@@ -204,7 +204,7 @@ def test_info_describes_a_model_by_its_config(capsys: Capture, tmp_path: Path) -
         ["model_type", "qwen3"],
         ["implementation", "native"],
         ["layers", "native"],
-        ["products", "in the engine's dtype"],
+        ["linears", "in the engine's dtype"],
         ["windows", "all rows in every layer"],
         ["features", "states that enter any of 2 layers or leave the last"],
         ["rounds", "captured as CUDA graphs"],

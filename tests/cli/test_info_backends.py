@@ -33,37 +33,35 @@ def saved(folder: Path, model_type: str, **more: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "model_type", "products", "kind"),
+    ("name", "model_type", "linears", "kind"),
     [
-        ("fp8 blocks", "llama", "kept in 8 bits, rows rounded by groups of 128", Fp8Weight),
-        ("fp8 rows", "llama", "kept in 8 bits, rows rounded each", Fp8Weight),
-        ("fp8 static", "llama", "kept in 8 bits, rows rounded by the checkpoint's scales", Fp8Weight),
-        ("fp8 weights alone", "llama", "kept in 8 bits", Fp8Weight),
-        ("gptq", "qwen3", "kept in 4 bits", Int4Weight),
+        ("fp8 blocks", "llama", "in FP8, activations quantized per group", Fp8Weight),
+        ("fp8 rows", "llama", "in FP8, activations quantized per token", Fp8Weight),
+        ("fp8 static", "llama", "in FP8, activations quantized by the checkpoint's scales", Fp8Weight),
+        ("fp8 weights alone", "llama", "in FP8", Fp8Weight),
+        ("gptq", "qwen3", "in INT4", Int4Weight),
     ],
 )
-def test_info_names_the_dtypes_of_linears(
-    name: str, model_type: str, products: str, kind: type, tmp_path: Path
-) -> None:
+def test_info_names_the_dtypes_of_linears(name: str, model_type: str, linears: str, kind: type, tmp_path: Path) -> None:
     way, target = opened(write_model(tmp_path, name, model_type)[0])
-    assert way.products == products and way.experts is None
+    assert way.linears == linears and way.experts is None
     parts = [part for layer in target.decoder.layers for part in (layer.mixer.qkv, layer.feed_forward.down)]
     assert all(type(part.weight) is kind for part in parts)
     activations = {getattr(part.weight, "activations", "none") for part in parts}
-    rounded = {"none": "", "token": "rows rounded each", "group": "by groups of 128", "static": "checkpoint's scales"}
-    assert rounded[activations.pop()] in products and not activations
+    rounded = {"none": "", "token": "per token", "group": "per group", "static": "checkpoint's scales"}
+    assert rounded[activations.pop()] in linears and not activations
 
 
 @pytest.mark.parametrize(
     ("name", "experts"),
-    [("fp8 rows", "4, kept in 8 bits, rows rounded each"), ("awq", "4, widened to the engine's dtype")],
+    [("fp8 rows", "4, in FP8, activations quantized per token"), ("awq", "4, dequantized to the engine's dtype")],
 )
 def test_info_names_quantized_experts(name: str, experts: str, tmp_path: Path) -> None:
     way, target = opened(write_model(tmp_path, name, "qwen3_moe", **EXPERTS)[0])
     assert way.experts == experts
     parts = [layer.feed_forward for layer in target.decoder.layers]
     of_experts = [part.experts for part in parts if isinstance(part, MoE)]
-    assert of_experts and all(isinstance(part, Fp8Experts) == ("8 bits" in experts) for part in of_experts)
+    assert of_experts and all(isinstance(part, Fp8Experts) == ("FP8" in experts) for part in of_experts)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,7 @@ def test_info_names_sliding_windows(model_type: str, more: dict[str, Any], windo
     assert all(each in windows for each in said) and ("all" in windows or way.implementation == "transformers") == any(
         group.layout.window is None for group in target.pools.groups
     )
-    assert way.products == "in the engine's dtype" and way.experts in (None, "4, in the engine's dtype")
+    assert way.linears == "in the engine's dtype" and way.experts in (None, "4, in the engine's dtype")
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "nanochat"])

@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import LlamaConfig
 
 from specdec_kernels.engine import Eagle, Engine, SamplingParams
-from specdec_kernels.models.heads.base import load_head
 from specdec_kernels.models.heads.eagle import EagleHead
+from specdec_kernels.models.heads.loading import load_head
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.shapes import shape_config
 from specdec_kernels.tiny import tiny_model

@@ -21,7 +21,7 @@ from specdec_kernels.engine.drafts.composition import catch_up, leaves
 from specdec_kernels.engine.drafts.model import MAX_IDLE_ROUNDS, ModelDraft
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.engine.tuning import SCHEMA, rounds_of
-from specdec_kernels.models.weights.loading import config_of
+from specdec_kernels.models.weights.model_config import config_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.eagle_heads import random_tensors, write_head

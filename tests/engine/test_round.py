@@ -16,8 +16,8 @@ from specdec_kernels import Status
 from specdec_kernels.engine import DraftBudget, Eagle3, Engine, SamplingParams, Standalone
 from specdec_kernels.engine.device.round import Round
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
-from specdec_kernels.models.heads.base import config_of_head
 from specdec_kernels.models.heads.eagle3 import Eagle3Head, feature_layers
+from specdec_kernels.models.heads.loading import config_of_head
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.manual_rounds import (

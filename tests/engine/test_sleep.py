@@ -97,7 +97,7 @@ def test_memory_falls(tmp_path: Path, device: torch.device) -> None:
     engine.close()
 
 
-def test_quantised_weights(tmp_path: Path, device: torch.device) -> None:
+def test_quantized_weights(tmp_path: Path, device: torch.device) -> None:
     folder, _ = write_model(tmp_path, "gptq shuffled")
     with make_engine(folder, None, device, max_len=128) as engine:
         prompts = random_prompts(3)

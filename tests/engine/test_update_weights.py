@@ -196,12 +196,12 @@ def test_families(case: str, tmp_path: Path) -> None:
         ("fp8 rows", "qwen3_moe"),
     ],
 )
-def test_quantised_weights(name: str, model_type: str, tmp_path: Path, device: torch.device) -> None:
+def test_quantized_weights(name: str, model_type: str, tmp_path: Path, device: torch.device) -> None:
     sizes = EXPERTS if model_type in ("mixtral", "qwen3_moe") else {}
     first, twin = write_model(tmp_path, name, model_type, **sizes)
     weights = changed(tensors_of(twin), 0.3)
     (tmp_path / "second").mkdir()
-    second = requantised(tmp_path / "second", first, name, weights)
+    second = requantized(tmp_path / "second", first, name, weights)
     prompts, options = random_prompts(3), {"max_len": 128, "page_size": 3}
     with make_engine(first, None, device, **options) as engine, make_engine(second, None, device, **options) as fresh:
         before = [output.tokens for output in engine.generate(prompts, PARAMS[0])]
@@ -219,7 +219,7 @@ def test_quantised_weights(name: str, model_type: str, tmp_path: Path, device: t
             engine.update_weights(one)
         wanted = next(key for key in lacking if not key.endswith("g_idx"))
         assert str(caught.value) == (
-            f"update_weights: weights lacks {wanted}, expected all tensors of a quantised product"
+            f"update_weights: weights lacks {wanted}, expected all tensors of a quantized product"
         )
 
 
@@ -229,7 +229,7 @@ MARK = {
 }  # fmt: skip
 
 
-def requantised(folder: Path, like: Path, name: str, weights: dict[str, Tensor]) -> Path:
+def requantized(folder: Path, like: Path, name: str, weights: dict[str, Tensor]) -> Path:
     """The checkpoint of other weights, stored as this one is."""
     _, write = FORMATS[name]
     tensors = {}

@@ -19,11 +19,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from specdec_kernels.engine import Engine, Ngram, RequestOutput, SamplingParams, Standalone
 from specdec_kernels.models.families import known_families
-from specdec_kernels.models.weights.loading import PLAIN_OF_TEXT, text_config
+from specdec_kernels.models.weights.model_config import PLAIN_TEXT_DECODERS, text_config
 from support.exhaustive import exhaustive
 from support.tiny_random_models import NATIVE, NO_SMALL, tiny_config, tiny_model
 
-MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PLAIN_OF_TEXT})
+MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PLAIN_TEXT_DECODERS})
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 LENGTH = 14  # tokens of a text, behind a prompt that is longer than windows and chunks
 LIKELIEST = 4  # tokens whose log-probabilities are compared at each place

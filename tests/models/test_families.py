@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from specdec_kernels import hf
 from specdec_kernels.engine import Eagle3, Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.families import Llama, base, family_of, register
-from specdec_kernels.models.heads.base import load_head
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
+from specdec_kernels.models.heads.loading import load_head
 from specdec_kernels.models.layers.linear import fused
 from specdec_kernels.tiny import tiny_model
 from support.random_checkpoints import VOCAB, random_prompts, save_random_model

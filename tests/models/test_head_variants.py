@@ -17,9 +17,9 @@ from torch.nn import functional
 from specdec_kernels.engine import Draft, DraftBudget, Eagle, Eagle3, Engine, SamplingParams
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.models.backends.native import CausalLM
-from specdec_kernels.models.heads.base import load_head
 from specdec_kernels.models.heads.eagle import EagleHead
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
+from specdec_kernels.models.heads.loading import load_head
 from specdec_kernels.tiny import tiny_model
 from support.recorded_chains import record_chains
 from support.tiny_checkpoint import held_out, reference_model, target_with_features

@@ -124,8 +124,8 @@ def test_scales_of_checkpoints(exporter: str, folder: Path, tmp_path: Path) -> N
     k, v = NAMES[exporter]
     scales = {f"model.layers.{i}.{k}": number(0.5 + i).view([1] * (i % 2)) for i in range(4)}
     scales |= {f"model.layers.{i}.{v}": number(0.25 + i).bfloat16() for i in range(4)}
-    quantisation = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": KV_SCHEME}
-    source = with_scales(folder, tmp_path / "scaled", scales, quantization_config=quantisation)
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": KV_SCHEME}
+    source = with_scales(folder, tmp_path / "scaled", scales, quantization_config=quantization)
     want = [KvScales(0.5 + i, 0.25 + i) for i in range(4)]
     assert [kv.scales for kv in engine_of(source).target.pools.layers] == want
     # Where KV is of the weights' dtype they mean nothing, and the text is that of the model without them.
@@ -169,7 +169,7 @@ def test_scales_that_are_none_are_refused(change: dict[str, Any], message: str, 
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "message"),
+    ("quantization", "message"),
     [
         (
             {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}, "kv_cache_scheme": KV_SCHEME},
@@ -181,14 +181,14 @@ def test_scales_that_are_none_are_refused(change: dict[str, Any], message: str, 
     ],
     ids=["weights", "int", "heads", "nothing"],
 )
-def test_schemes_that_quantise_more_or_otherwise_are_refused(
-    quantisation: dict[str, Any], message: str, folder: Path, tmp_path: Path
+def test_schemes_that_quantize_more_or_otherwise_are_refused(
+    quantization: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
-    config = {"quant_method": "compressed-tensors"} | quantisation
+    config = {"quant_method": "compressed-tensors"} | quantization
     source = with_scales(folder, tmp_path / "x", {}, quantization_config=config)
     with pytest.raises(ValueError) as error:
         engine_of(source)
-    assert str(error.value) == f"model: {source} is quantised by compressed-tensors, {message}"
+    assert str(error.value) == f"model: {source} is quantized by compressed-tensors, {message}"
 
 
 def test_measured_scales_leave_room_and_cost_no_precision() -> None:

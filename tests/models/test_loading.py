@@ -64,7 +64,7 @@ def test_a_module_that_was_made_in_inference_mode_can_be_cast(folder: Path) -> N
     assert texts[0] == texts[1]
 
 
-# --- weights quantised in ways that are not read (test_quantised.py has those that are)
+# --- weights quantized in ways that are not read (test_quantized.py has those that are)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_a_module_that_was_made_in_inference_mode_can_be_cast(folder: Path) -> N
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_quantised_folders_are_refused_before_weights_are_read(
+def test_quantized_folders_are_refused_before_weights_are_read(
     config: dict[str, Any], method: str, folder: Path, tmp_path: Path
 ) -> None:
     other = changed(folder, tmp_path / "x", quantization_config=config)
     (other / "model.safetensors").unlink()
     expected = (
-        f"{other} is quantised by {method}, "
+        f"{other} is quantized by {method}, "
         "expected fp8, compressed-tensors, gptq, awq or weights of float32, float16 or bfloat16"
     )
     assert refusal(other) == f"model: {expected}"

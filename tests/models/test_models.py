@@ -16,8 +16,8 @@ from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams,
 from specdec_kernels.models.backends.native import CausalLM, check_supported
 from specdec_kernels.models.backends.select import implementation_of
 from specdec_kernels.models.families import base
-from specdec_kernels.models.heads.base import load_head
 from specdec_kernels.models.heads.eagle3 import Eagle3Head, feature_layers
+from specdec_kernels.models.heads.loading import load_head
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.tiny import tiny_model
 from support.random_checkpoints import random_prompts, save_random_model

@@ -17,7 +17,7 @@ from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.backends.select import implementation_of
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
-from specdec_kernels.models.weights.loading import PLAIN_OF_TEXT, config_of
+from specdec_kernels.models.weights.model_config import PLAIN_TEXT_DECODERS, config_of
 from support.tiny_random_models import PREFIXES, VOCAB, published, tiny_model
 
 GEMMA3 = {
@@ -45,7 +45,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3 of ministral3": ("mistral3", {"model_type": "ministral3", "rope_parameters": GROWING}),
     "internvl of qwen3": ("internvl", {"model_type": "qwen3"}),
 }  # fmt: skip
-CASES = {name: (name, CHANGES.get(name, {})) for name in PLAIN_OF_TEXT} | OTHERS
+CASES = {name: (name, CHANGES.get(name, {})) for name in PLAIN_TEXT_DECODERS} | OTHERS
 
 
 def tiny(case: str, seed: int = 0) -> Any:

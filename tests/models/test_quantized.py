@@ -34,7 +34,8 @@ from specdec_kernels.models.layers.quantized import (
     QuantizedWeight,
 )
 from specdec_kernels.models.layers.rope import Rope
-from specdec_kernels.models.weights.loading import IN_EIGHT_BITS, of_any_expert
+from specdec_kernels.models.weights.model_config import FP8_EXPERTS
+from specdec_kernels.models.weights.quantized_loading import of_any_expert
 from support.quantized_checkpoints import (
     BLOCKS,
     EXPERTS,
@@ -74,7 +75,7 @@ MOVED = {
         *(("awq", "glm"), ("fp8 weights alone", "cohere")),  # whose heads' numbers are moved
     ],
 )
-def test_greedy_text_is_that_of_the_dequantised_model(
+def test_greedy_text_is_that_of_the_dequantized_model(
     name: str, model_type: str, tmp_path: Path, device: torch.device
 ) -> None:
     changes: dict[str, Any] = {"qwen3_moe": EXPERTS, "cohere": {"hidden_size": 256}, "glm": MOVED}.get(model_type, {})
@@ -93,7 +94,7 @@ def test_greedy_text_is_that_of_the_dequantised_model(
     [("awq", "qwen2_5_vl"), ("gptq", "llava"), ("packed", "mistral3"), ("fp8 weights alone", "gemma3")],
 )
 def test_language_models_beside_other_senses(name: str, model_type: str, tmp_path: Path, device: torch.device) -> None:
-    """Quantised tensors have the names that published checkpoints have, which are not the model's own."""
+    """Quantized tensors have the names that published checkpoints have, which are not the model's own."""
     module = tiny_model(model_type, **NATIVE)
     module.save_pretrained(tmp_path)
     config, write = FORMATS[name]
@@ -149,7 +150,7 @@ def test_products_with_rounded_activations(name: str, tmp_path: Path, device: to
             assert (want - x.double() @ module.weight.detach().double().t()).norm() > 5e-3 * want.norm()
 
 
-@pytest.mark.parametrize("model_type", [kind for kind in IN_EIGHT_BITS if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
+@pytest.mark.parametrize("model_type", [kind for kind in FP8_EXPERTS if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
 def test_families_round_what_enters_their_experts(model_type: str, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 64, "layer_types": None}
     folder, _ = write_model(tmp_path, "fp8 rows", model_type, **sizes)
@@ -441,7 +442,7 @@ def test_other_ways_are_refused_before_weights_are_read(config: dict[str, Any], 
     text = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
     (folder / "model.safetensors").unlink()
-    assert refusal(folder) == f"model: {folder} is quantised by {message}"
+    assert refusal(folder) == f"model: {folder} is quantized by {message}"
 
 
 PROJECTION = "model.layers.1.mlp.up_proj"
@@ -477,13 +478,13 @@ def one_more(tensors: Tensors) -> None:
         (of_another_shape, f"has {PROJECTION} of shape [319, 192], expected [320, 192]"),
         (
             in_other_numbers,
-            f"has a quantised {PROJECTION} that does not fit (a weight of torch.float8_e5m2, expected "
+            f"has a quantized {PROJECTION} that does not fit (a weight of torch.float8_e5m2, expected "
             "torch.float8_e4m3fn)",
         ),
-        (head_too, "has a quantised lm_head, expected one of float32, float16 or bfloat16"),
+        (head_too, "has a quantized lm_head, expected one of float32, float16 or bfloat16"),
         (
             one_more,
-            "has a quantised model.layers.1.mlp.experts.0.up_proj, expected quantised projections and experts alone",
+            "has a quantized model.layers.1.mlp.experts.0.up_proj, expected quantized projections and experts alone",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -502,7 +503,7 @@ def test_groups_of_different_lengths_are_refused(tmp_path: Path) -> None:
     tensors[f"{PROJECTION}.g_idx"][0] = 1 - tensors[f"{PROJECTION}.g_idx"][0].clamp(max=1)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert refusal(folder) == (
-        f"model: {folder} has a quantised {PROJECTION} that does not fit (groups of different lengths, expected equal "
+        f"model: {folder} has a quantized {PROJECTION} that does not fit (groups of different lengths, expected equal "
         "ones)"
     )
 
@@ -535,10 +536,10 @@ def test_experts_that_do_not_fit(change: str, tmp_path: Path) -> None:
             for name, tensor in tensors.items()
             if "layers.0.mlp.experts.2.up_proj.weight_scale" not in name
         }
-        message = "has quantised experts in model.layers.0.mlp.experts, but not up of 2, expected all"
+        message = "has quantized experts in model.layers.0.mlp.experts, but not up of 2, expected all"
     else:
         path = "model.layers.0.mlp.experts.0.down_proj"
-        message = f"has a quantised {path} whose activations are rounded (static), expected those of all experts alike"
+        message = f"has a quantized {path} whose activations are rounded (static), expected those of all experts alike"
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert refusal(folder) == f"model: {folder} {message}"
 
@@ -557,10 +558,10 @@ def test_an_expert_too_many(tensors: str, tmp_path: Path) -> None:
     if transformers.__version__.startswith("5.17."):  # which makes room for it and does not tell
         shape = ""
     message = {
-        "all": f"has a quantised {path}.4.down_proj, expected quantised projections and experts alone",
+        "all": f"has a quantized {path}.4.down_proj, expected quantized projections and experts alone",
         "weight": f"has {path}.4.down_proj.weight, {path}.4.gate_proj.weight, {path}.4.up_proj.weight, unknown to "
         f"Qwen3MoeForCausalLM{shape}, expected every tensor of the model and no other",
-        "weight_scale": f"has a quantised {path}.4.down_proj, expected quantised projections and experts alone",
+        "weight_scale": f"has a quantized {path}.4.down_proj, expected quantized projections and experts alone",
     }[tensors]
     assert refusal(folder) == f"model: {folder} {message}"
 

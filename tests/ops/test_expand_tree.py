@@ -13,7 +13,7 @@ from specdec_kernels.reference import draft as reference
 WILD = [-1, 2**31 - 1]
 
 
-def quantised_logprobs(*shape: int) -> torch.Tensor:
+def quantized_logprobs(*shape: int) -> torch.Tensor:
     """Few distinct values that add up exactly, so that most scores tie; some children are impossible."""
     x = -torch.randint(0, 6, shape) / 4
     return torch.where(torch.rand(shape) < 0.1, -torch.inf, x)
@@ -22,7 +22,7 @@ def quantised_logprobs(*shape: int) -> torch.Tensor:
 def random_state(num_slots: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         torch.randint(0, 1000, (num_slots, k), dtype=torch.int32),
-        quantised_logprobs(num_slots, k),
+        quantized_logprobs(num_slots, k),
         torch.randint(0, 500, (num_slots,), dtype=torch.int32),
     )
 
@@ -75,7 +75,7 @@ def check_steps(
 
     for step in range(2, num_steps + 1):
         ids = torch.randint(0, 1000, (batch, k, k), dtype=torch.int32)
-        logprobs = quantised_logprobs(batch, k, k)
+        logprobs = quantized_logprobs(batch, k, k)
         poison = sd.DraftInputs(*(torch.full((batch, k), -77, dtype=torch.int32, device=device) for _ in range(3)))
         inputs = sd.expand_tree(
             ids.to(device),
@@ -192,7 +192,7 @@ def test_batch_permutation(device: torch.device) -> None:
     k, steps = 4, 3
     ids, logprobs, seq_lens = (t.to(device) for t in random_state(5, k))
     child_ids = torch.randint(0, 99, (5, k, k), dtype=torch.int32, device=device)
-    child_logprobs = quantised_logprobs(5, k, k).to(device)
+    child_logprobs = quantized_logprobs(5, k, k).to(device)
     results = []
     for order in (torch.arange(5), torch.tensor([3, 0, 4, 2, 1])):
         slots = order.to(torch.int32).to(device)
@@ -226,7 +226,7 @@ def test_graph_replay_with_changed_inputs() -> None:
     for static, new in zip((ids, logprobs, seq_lens), random_state(4, k), strict=True):
         static.copy_(new)
     child_ids.random_(0, 99)
-    child_logprobs.copy_(quantised_logprobs(4, k, k))
+    child_logprobs.copy_(quantized_logprobs(4, k, k))
     graph.replay()
     assert_same(captured, [t.cpu() for t in draft()])
 

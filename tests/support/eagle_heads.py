@@ -1,13 +1,16 @@
-"""Random EAGLE heads on disk."""
+"""Random EAGLE heads on disk: in folders of their own, or with a target."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from specdec_kernels.tiny import tiny_model
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE = 256, 4, 2, 64, 320
 
@@ -26,7 +29,7 @@ CONFIG = {
 }
 
 
-def random_tensors(bias: bool) -> dict[str, Tensor]:
+def random_tensors(bias: bool, wide: int = WIDE) -> dict[str, Tensor]:
     torch.manual_seed(3)
     layer = "layers.0."
     shapes = {
@@ -35,9 +38,9 @@ def random_tensors(bias: bool) -> dict[str, Tensor]:
         layer + "self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
         layer + "self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
         layer + "self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
-        layer + "mlp.gate_proj.weight": (WIDE, HIDDEN),
-        layer + "mlp.up_proj.weight": (WIDE, HIDDEN),
-        layer + "mlp.down_proj.weight": (HIDDEN, WIDE),
+        layer + "mlp.gate_proj.weight": (wide, HIDDEN),
+        layer + "mlp.up_proj.weight": (wide, HIDDEN),
+        layer + "mlp.down_proj.weight": (HIDDEN, wide),
     }
     tensors = {name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
     tensors[layer + "post_attention_layernorm.weight"] = torch.rand(HIDDEN) + 0.5
@@ -52,4 +55,13 @@ def write_head(folder: Path, tensors: dict[str, Tensor], **config: object) -> Pa
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
     save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def write_target_with_head(folder: Path, tensors: dict[str, Tensor], prefix: str) -> Path:
+    """Write the tiny target with a head's tensors under a prefix of its checkpoint."""
+    shutil.copytree(tiny_model("target"), folder)
+    file = folder / "model.safetensors"
+    head = {prefix + name: tensor for name, tensor in tensors.items()}
+    save_file(load_file(file) | head, file, metadata={"format": "pt"})
     return folder

@@ -161,24 +161,24 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
 
 
 def write_model(folder: Path, name: str, model_type: str = "llama", **changes: Any) -> tuple[Path, Path]:
-    """A random model whose projections are quantised, and its twin, whose weights are what the numbers stand for."""
+    """A random model whose projections are quantized, and its twin, whose weights are what the numbers stand for."""
     sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
     twin = save_random_model(folder / "twin", model_type, **(sizes | changes))
     config, write = FORMATS[name]
-    quantised, means = {}, {}
+    quantized, means = {}, {}
     for key, tensor in load_file(twin / "model.safetensors").items():
-        means[key] = quantised[key] = tensor
+        means[key] = quantized[key] = tensor
         if re.search(r"(_proj|\.w[123])\.weight$", key):
             written = write(tensor)
-            del quantised[key]
-            quantised |= {key.removesuffix("weight") + part: t.contiguous() for part, t in written.tensors.items()}
+            del quantized[key]
+            quantized |= {key.removesuffix("weight") + part: t.contiguous() for part, t in written.tensors.items()}
             means[key] = written.means
     save_file(means, twin / "model.safetensors", metadata={"format": "pt"})
-    other = folder / "quantised"
+    other = folder / "quantized"
     other.mkdir()
     text = json.loads((twin / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
-    save_file(quantised, other / "model.safetensors", metadata={"format": "pt"})
+    save_file(quantized, other / "model.safetensors", metadata={"format": "pt"})
     return other, twin
 
 

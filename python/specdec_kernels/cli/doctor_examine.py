@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..engine import Draft, Engine
 from ..engine.text.prompts import load_tokenizer
 from ..models.weights.checkpoint import local_folder
-from ..models.weights.loading import config_of
+from ..models.weights.model_config import config_of
 from .algorithms import algorithm_of, draft_class
 from .doctor_measure import Acceptance, Recorder, Text, measure, record, write_texts
 from .doctor_shifts import Head, Prompting, Shift, head_shifts, prompting_shifts, standalone_shifts

@@ -185,7 +185,7 @@ def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_
     """
     from ..engine import Engine
     from ..models.families import position_limit
-    from ..models.weights.loading import config_of
+    from ..models.weights.model_config import config_of
 
     model, _, draft, on_gpu = chosen
     max_len = args.context_length

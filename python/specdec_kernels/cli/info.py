@@ -72,7 +72,7 @@ def model_facts(model: str) -> dict[str, Any]:
     """Return how an engine would run the model of a folder or hub id, as far as its config tells."""
     from ..models.backends.select import BackendSummary, summarize_backend
     from ..models.weights.checkpoint import expect_folder
-    from ..models.weights.loading import config_of
+    from ..models.weights.model_config import config_of
 
     facts: dict[str, Any] = {
         "model": model,

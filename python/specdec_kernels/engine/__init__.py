@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from ..models.heads.checkpoint import HeadCheckpoint
 from .async_engine import AsyncEngine, AsyncRequest, merge_streams
 from .drafts import (
     AttentionCall,
@@ -56,6 +57,7 @@ __all__ = [
     "GenerationError",
     "HasPools",
     "HasWeights",
+    "HeadCheckpoint",
     "Idleable",
     "Learner",
     "Migratable",

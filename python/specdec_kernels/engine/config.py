@@ -171,6 +171,9 @@ class EngineConfig:
 
         Args:
             model: the target's config (`PretrainedConfig`).
+            draft: whose needs the engine meets.
+            machine: the device and its memory.
+            options: what the user asks for; None entries are chosen here.
 
         Raises:
             ValueError: options that the model, the draft or the device rules out; a pool that cannot hold one request;
@@ -256,6 +259,8 @@ def checked_needs(draft: Draft, model: Any) -> Needs:
     for need in ("scratch_rows", "kv_numbers", "max_idle_rounds"):
         if getattr(needs, need) < 0:
             raise ValueError(f"{name} {need}={getattr(needs, need)}, expected 0 or more")
+    if "" in needs.tensor_prefixes:
+        raise ValueError(f"{name} tensor_prefixes={needs.tensor_prefixes}, expected prefixes that are not empty")
     num_layers = model.num_hidden_layers
     if not all(0 <= layer <= num_layers for layer in needs.feature_layers):
         raise ValueError(f"{name} feature_layers={needs.feature_layers}, expected 0 to {num_layers} (the target's)")

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..models.weights.adapters import with_base
 from ..models.weights.checkpoint import expect_folder
-from ..models.weights.loading import config_of, model_name
+from ..models.weights.model_config import config_of, model_name
 from ..status import FinishReason
 from .config import EngineConfig, Machine
 from .drafts import Draft
@@ -128,7 +128,10 @@ class EngineCore:
         """Return requests that have not started, `n` for each prompt.
 
         Args:
-            kind: class of the requests. notify: its further arguments.
+            kind: class of the requests.
+            token_lists: the prompts' tokens.
+            params: of each prompt.
+            notify: further arguments of `kind`.
         """
         return [kind(self, spec, *notify) for spec in self.inputs.specs(token_lists, params)]
 

@@ -146,8 +146,13 @@ class Engine:
         its index, starts none. The n samples of a prompt are n requests in a row.
 
         Args:
-            prompts, params: as for `generate`.
-            add_special_tokens, stream, and what is raised: as for `submit`.
+            prompts: as for `generate`.
+            params: as for `generate`.
+            add_special_tokens: as for `submit`.
+            stream: as for `submit`.
+
+        Raises:
+            Exception: what `submit` raises.
         """
         token_lists, each = self.core.inputs.tokenize_all("submit_many", prompts, params, add_special_tokens)
         return self.core.submit(Request, token_lists, each, stream)
@@ -202,7 +207,8 @@ class Engine:
 
         Args:
             messages: a list of messages, `{"role": "user", "content": "..."}`; or a list of such lists.
-            params, on_tokens: as for `generate`.
+            params: as for `generate`.
+            on_tokens: as for `generate`.
             template: arguments of the tokenizer's `apply_chat_template`: tools, another chat_template, variables of the
                 template (`enable_thinking=False`).
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..models.language_model import LanguageModel
-from ..models.weights.loading import placeholders
+from ..models.weights.model_config import placeholders
 from .config import MAX_STOP_TOKENS, EngineConfig
 from .device.grammar_masks import Grammars
 from .drafts import Draft
@@ -39,7 +39,9 @@ class InputProcessor:
         """Return the token ids of prompts, text or token ids each.
 
         Args:
+            prompts: text, or a sequence of token ids, each.
             names: what error messages call the prompts.
+            add_special_tokens: whether the tokenizer adds its special tokens to text.
 
         Raises:
             ValueError, TypeError: a prompt that is empty, not below `max_len`, or holds an id that is no text token of

@@ -58,8 +58,16 @@ def open_runtime(
     """Load target and draft, and create what their rounds need. On failure, close the draft again.
 
     Args:
+        model: the target, as for `Engine`.
+        draft: what to open for it.
+        config: resolved options.
+        adapter: folder of a LoRA to merge into the target.
+        tokenizer: of the target; None: there is none, for the reason `no_tokenizer`.
+        no_tokenizer: that reason, for errors.
         calibrations: that the draft's models start with (`calibrations_for`).
         costs: of rounds, if known; else they are measured.
+        trace: whether rounds record their times.
+        progress: whether to show progress bars.
     """
     executor = load_target(model, draft, config, adapter)
     round = executor.round
@@ -99,6 +107,7 @@ def load_target(
         dtype=config.dtype,
         device=device,
         kv_dtype=config.kv_dtype,
+        draft_prefixes=config.needs.tensor_prefixes,
         feature_layers=config.needs.feature_layers,
         adapter=adapter,
         window_pages=dict(config.pages.windows),

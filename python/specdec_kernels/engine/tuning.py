@@ -162,7 +162,7 @@ def rounds_of(model: Any, draft: Draft, config: EngineConfig) -> dict[str, Any]:
         "implementation": config.implementation,
         "dtype": str(config.dtype),
         "kv_dtype": str(config.kv_dtype),
-        "quantised": (shape.get("quantization_config") or {}).get("quant_method"),
+        "quantized": (shape.get("quantization_config") or {}).get("quant_method"),
         "target": {
             key: value for key, value in sorted(shape.items()) if type(value) is int and not key.endswith("token_id")
         },

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..models.language_model import LanguageModel
-from ..models.weights.loading import some
+from ..models.weights.checkpoint import some
 from ..models.weights.offload import MissingWeights, weights_of
-from ..models.weights.update import Update, write
+from ..models.weights.update import Update, expect_tensors, write
 from .drafts import Draft, HasWeights, composition
 from .drafts.composition import having, leaves
 from .startup import Runtime, capture_all, on_stream
@@ -123,7 +123,14 @@ class NewWeights:
         self._models: list[LanguageModel | HasWeights] = [target, *having(draft, HasWeights)]
         self.updates: list[Update] = []
         if weights is not None:
-            self.updates += target.updates(weights, "update_weights: weights")
+            name = "update_weights: weights"
+            expect_tensors(weights, name)
+            rest = dict(weights)
+            for owner in having(draft, HasWeights):  # a draft may come with the target's checkpoint
+                prefix = owner.tensor_prefix
+                own = {key: rest.pop(key) for key in list(rest) if prefix and key.startswith(prefix)}
+                self.updates += owner.updates(own, name)
+            self.updates += target.updates(rest, name)
         for part, (given, name) in zip(leaves(draft), of_parts(draft, draft_weights), strict=True):
             if given is None:
                 continue

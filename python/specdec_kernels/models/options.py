@@ -23,6 +23,7 @@ class ModelOptions:
         kv_dtype: of the pools. None: `dtype`. float8_e4m3fn: keys and values of each layer are divided by scales, those
             of the checkpoint or, if it has none, scales measured in one pass over tokens drawn from the vocabulary with
             a fixed seed.
+        draft_prefixes: tensors of the checkpoint under these prefixes are a draft's, and are left to it.
         feature_layers: layers whose input states a pass returns as `features` (for EAGLE-3). The number of layers names
             the state that enters the final norm.
         adapter: folder of a LoRA to merge into the weights of a path or hub id.
@@ -38,6 +39,7 @@ class ModelOptions:
     dtype: torch.dtype
     device: torch.device
     kv_dtype: torch.dtype | None = None
+    draft_prefixes: tuple[str, ...] = ()
     feature_layers: Sequence[int] = ()
     adapter: Path | None = None
     name: str = "model"

@@ -66,7 +66,8 @@ class StateCache:
         """Commit the state after the last accepted node of each request; without accepted nodes the state stays.
 
         Args:
-            path: [B, L] int32, the accepted nodes in order. num_valid: [B] int32, how many there are.
+            path: [B, L] int32, the accepted nodes in order.
+            num_valid: [B] int32, how many there are.
             slots: [B] int32.
         """
         slots = slots.long()

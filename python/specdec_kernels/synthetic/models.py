@@ -177,8 +177,12 @@ def init_successors(head: Tensor, embedding: Tensor, tokens: Tensor, rows: Tenso
     """Write `lm_head` [V or Vd, H]: after tokens[i] of the text, row rows[i + d] has the acceptance's logit for d.
 
     Args:
+        head: the weight to write.
         embedding: [V, C], the first C <= H elements of the tokens' rows. A final state has only these, scaled to the
             length of a whole row.
+        tokens: the text.
+        rows: each token's row of the head.
+        acceptance: the acceptance rates to reach.
     """
     head.normal_(0, NOISE * PEAK / math.sqrt(head.shape[1] * embedding.shape[1]))
     write_successors(head, embedding, tokens, rows, acceptance)

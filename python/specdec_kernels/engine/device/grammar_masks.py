@@ -115,7 +115,10 @@ class TreeMasks:
         """Fill the masks of round `number`, with `batch` trees of `num_nodes`, once its trees are published.
 
         Args:
+            number: of the round.
             requests: for each constrained request its row of the round, its slot, and its new tokens.
+            batch: rows of the round.
+            num_nodes: nodes of each tree.
             busy: whether the device is working; an idle device publishes nothing more.
         """
         while int(self._number) != number:

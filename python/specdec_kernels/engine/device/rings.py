@@ -116,6 +116,7 @@ class Rings:
             node_scores: [B, N] float32, by which trees were cut. None: a level has the first nodes of each tree, and
                 its predicted gain is the observed one.
             cuts: [num_levels] float32, decreasing: the score of the worst node of each level (`allocate_nodes`).
+            stream: a CUDA stream; None: the current one.
         """
         logprobs, top_ids, top_logprobs = scores or (None, None, None)
         _C.publish_results(

@@ -68,7 +68,15 @@ class HasPools(ABC):
 
 
 class HasWeights(ABC):
-    """A draft with weights that can be updated and offloaded."""
+    """A draft with weights that can be updated and offloaded.
+
+    Attributes:
+        tensor_prefix: of its tensors' names in the target's checkpoint; empty: its checkpoint is its own.
+    """
+
+    @property
+    def tensor_prefix(self) -> str:
+        return ""
 
     @property
     @abstractmethod

@@ -5,25 +5,19 @@ Draft row i pairs token i+1 with the feature of position i.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...models.heads.base import (
-    DraftHead,
-    Features,
-    config_of_head,
-    frequent_tokens,
-    load_head,
-    num_layers_of,
-    own_vocabulary,
-)
+from ...models.heads.base import DraftHead, Features
+from ...models.heads.checkpoint import HeadCheckpoint
 from ...models.heads.eagle import EagleHead
 from ...models.heads.eagle3 import Eagle3Head, feature_layers
+from ...models.heads.loading import config_of_head, frequent_tokens, load_head, num_layers_of, own_vocabulary
 from ...models.layers.paged_batch import PagedBatch
-from ...models.weights.loading import model_name
+from ...models.weights.model_config import model_name
 from ...ops import DraftExtendInputs
 from .context import DraftContext, PrefillRows
 from .model import ModelDraft
@@ -38,7 +32,7 @@ class HeadDraft(ModelDraft):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.head, str | Path | self.kind):
+        if not isinstance(self.head, str | Path | HeadCheckpoint | self.kind):
             name, given = type(self).__name__, f"a {type(self.head).__name__}"
             raise ValueError(f"{name}: head is {given}, expected a folder, a hub id or an {self.kind.__name__}")
 
@@ -48,12 +42,17 @@ class HeadDraft(ModelDraft):
 
     @property
     def model_name(self) -> str:
-        return model_name(self.head)
+        return model_name(self.head.source if isinstance(self.head, HeadCheckpoint) else self.head)
+
+    @property
+    def tensor_prefix(self) -> str:
+        return self.head.prefix if isinstance(self.head, HeadCheckpoint) else ""
 
     def needs(self, target: Any) -> Needs:
         config = config_of_head(self.kind, self.head)
         layers = self.feature_layers(config, target.num_hidden_layers)
-        return self.model_needs(config, num_layers_of(self.kind, self.head), feature_layers=layers)
+        needs = self.model_needs(config, num_layers_of(self.kind, self.head), feature_layers=layers)
+        return replace(needs, tensor_prefixes=(self.tensor_prefix,) if self.tensor_prefix else ())
 
     def open(self, context: DraftContext) -> None:
         super().open(context)
@@ -107,7 +106,8 @@ class Eagle3(HeadDraft):
     """Drafts with an EAGLE-3 head (arXiv 2503.01840).
 
     Args:
-        head: folder or hub id of the head in a published format, EAGLE-3.1 among them, or an `Eagle3Head`.
+        head: folder or hub id of the head in a published format, EAGLE-3.1 among them; a `HeadCheckpoint`, for tensors
+            under a prefix of the target's checkpoint; or an `Eagle3Head`.
         num_steps: depth of drafting, 1 to 64.
         topk: branches of each step, 1 to 64; 1 drafts a chain.
         num_nodes: tree nodes verified in a round, the root included, 1 to 256. None: num_steps + 1 for a chain, else
@@ -120,7 +120,7 @@ class Eagle3(HeadDraft):
         ValueError: a number out of range; `sampled` with more than one branch; a head that is none.
     """
 
-    head: str | Path | Eagle3Head
+    head: str | Path | HeadCheckpoint | Eagle3Head
 
     kind = Eagle3Head
 
@@ -133,7 +133,7 @@ class Eagle(HeadDraft):
     """Drafts with a head of EAGLE or EAGLE-2 (arXiv 2401.15077, 2406.16858).
 
     Args:
-        head: folder or hub id of the head in its published format, or an `EagleHead`.
+        head: folder or hub id of the head in its published format, a `HeadCheckpoint`, or an `EagleHead`.
         num_steps, topk, num_nodes, sampled: as for `Eagle3`.
         vocabulary: a file of token ids among which alone it drafts, the target's most frequent ones, as FR-Spec
             publishes them (arXiv 2502.14856): its path, or that of a file of a hub id. The product with `lm_head` is as
@@ -144,7 +144,7 @@ class Eagle(HeadDraft):
         FileNotFoundError: no such file.
     """
 
-    head: str | Path | EagleHead
+    head: str | Path | HeadCheckpoint | EagleHead
     vocabulary: str | Path | None = field(default=None, kw_only=True)
 
     kind = EagleHead

@@ -42,6 +42,8 @@ class Needs:
         accept_width: S, most tokens that a round can emit: the nodes of the longest path, the root included.
         feature_layers: layers of the target whose input hidden states `prefill` and `extend` receive, concatenated in
             this order; the number of layers itself names the state that enters the final norm.
+        tensor_prefixes: tensors of the target's checkpoint under these prefixes are the draft's; the target leaves
+            them out.
         scratch_rows: KV rows after the committed ones that `propose` writes into the draft's own pools.
         kv_numbers: elements of a KV row in the draft's own pools, keys and values of all layers together; 0: it has no
             pools, and pages that have left the windows of the target's layers may be freed.
@@ -55,6 +57,7 @@ class Needs:
     num_nodes: int
     accept_width: int
     feature_layers: tuple[int, ...] = ()
+    tensor_prefixes: tuple[str, ...] = ()
     scratch_rows: int = 0
     kv_numbers: int = 0
     attention: tuple[AttentionCall, ...] = ()

@@ -18,7 +18,7 @@ from ...models.language_model import LanguageModel
 from ...models.layers.paged_batch import PagedBatch
 from ...models.options import ModelOptions
 from ...models.weights.checkpoint import expect_folder
-from ...models.weights.loading import config_of, model_name
+from ...models.weights.model_config import config_of, model_name
 from ...ops import DraftExtendInputs
 from ..text.prompts import load_tokenizer
 from .context import DraftContext, PrefillRows

@@ -57,6 +57,7 @@ class Union(Draft):
             num_nodes=self.num_nodes,
             accept_width=max(first.accept_width, second.accept_width),
             feature_layers=first.feature_layers + second.feature_layers,
+            tensor_prefixes=first.tensor_prefixes + second.tensor_prefixes,
             scratch_rows=max(first.scratch_rows, second.scratch_rows),
             kv_numbers=first.kv_numbers + second.kv_numbers,
             attention=first.attention + second.attention,

@@ -51,6 +51,9 @@ class MigratedKv:
         """Write the rows to the slot's pages, once.
 
         Args:
+            state: the engine's tensors of all slots.
+            target: the target's pools.
+            draft: whose pools have rows too.
             slot: [1] int32.
             chunk: rows at a time, for pools that give back pages below a sliding window.
             num_rows: rows of the request in the target.

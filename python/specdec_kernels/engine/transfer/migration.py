@@ -120,6 +120,8 @@ def check_values(values: Any, peer: MigrationPeer, checksum: Callable[[], str]) 
     """Raise ValueError for a request that this engine cannot continue exactly.
 
     Args:
+        values: what `export_request` gave, of any type.
+        peer: what this engine needs to continue it.
         checksum: returns that of this engine's target weights; called last, since it may read them.
     """
     version = values.get("version") if isinstance(values, dict) else None

@@ -27,9 +27,7 @@ ROTATION = "apply_rotary_pos_emb"  # what modeling files call the function that 
 
 
 class UnsupportedModel(ValueError):
-    """A model that the transformers backend cannot run. The message says what the model does, for an error that names
-    the model.
-    """
+    """A model that the transformers backend cannot run. The message, without the model's name, says what it does."""
 
 
 class MaskKind(NamedTuple):
@@ -52,14 +50,15 @@ class AttentionSpec(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        """The head dimension of the pools: the next one that our kernels have, or if there is none, the larger one of K
-        and V.
+        """The head dimension of the pools.
+
+        It is the next one that our kernels have; if there is none, the larger one of K and V.
         """
         return pool_dim(max(self.k_dim, self.v_dim))
 
     @property
     def is_gathered(self) -> bool:
-        """Whether our kernel cannot express the call, so that KV is gathered for plain torch products."""
+        """Whether our kernel cannot express the call, so that KV is gathered for torch."""
         return self.mask.kind == "chunk" or self.head_dim not in HEAD_DIMS
 
     @property

@@ -18,8 +18,9 @@ def shared_copy(model: nn.Module) -> Any:
 
 
 def replaced_submodule(model: Any, path: str, replacement: nn.Module) -> Any:
-    """Copy the model with another submodule at `path`. Only the modules on that path are copied; all others are shared,
-    and the model stays as it is.
+    """Copy the model with another submodule at `path`; the model stays as it is.
+
+    Only the modules on that path are copied, all others are shared.
     """
     whole = copy.copy(model)
     parent, parts = whole, path.split(".")

@@ -24,7 +24,7 @@ from ..layers.mlp import Activation, GatedMLP, activation_of
 from ..layers.moe import Experts, routing_of
 from ..layers.norm import RMSNorm
 from ..layers.quantized import QuantizedLinear
-from ..weights.loading import PARTS
+from ..weights.quantized_loading import PARTS
 from ..weights.update import write_over
 
 EXPERTS = "specdec_experts"  # our experts, among transformers' implementations

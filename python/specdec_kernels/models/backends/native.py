@@ -15,7 +15,8 @@ from ..layers.mixer import Mixer, attach_caches, kv_layouts_of
 from ..layers.outputs import LayerOutput, select_rows
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
-from ..weights.loading import config_of, keep_text_only, load_causal_lm, place
+from ..weights.loading import keep_text_only, load_causal_lm, place
+from ..weights.model_config import config_of
 from ..weights.sharding import divide
 from ..weights.update import write_over
 from .base import PagedModel
@@ -50,7 +51,14 @@ class CausalLM(PagedModel):
         whole_config = config_of(model, options.name)
         self._config = options.shard.config(whole_config, options.name)
         family = check_supported(self._config, options.max_len, options.name)
-        self.model = load_causal_lm(model, options.dtype, options.name, family.packages, options.adapter)
+        self.model = load_causal_lm(
+            model,
+            options.dtype,
+            options.name,
+            family.packages,
+            options.adapter,
+            draft_prefixes=options.draft_prefixes,
+        )
         if not isinstance(model, nn.Module):
             keep_text_only(self.model)
         plan = getattr(whole_config, "base_model_tp_plan", None)

@@ -1,4 +1,4 @@
-"""The attention of a pass of the transformers backend: over paged KV, by our kernel or by plain products."""
+"""The attention of a pass of the transformers backend: over paged KV, by our kernel or by torch."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..families import family_of, largest
 from ..language_model import LanguageModel
 from ..options import ModelOptions
-from ..weights.loading import config_of, storage_of
+from ..weights.model_config import config_of, storage_of
 from .native import CausalLM, check_supported
 from .transformers import TransformersLM
 
@@ -25,7 +25,10 @@ def implementation_of(config: Any, max_len: int, implementation: str = "auto", n
     """Return the backend, "native" or "transformers", that runs a model of this config.
 
     Args:
+        config: the model's text config.
+        max_len: longest sequence in tokens.
         implementation: one of IMPLEMENTATIONS. Auto: native if our layers can express the model.
+        name: of the model in errors.
 
     Raises:
         ValueError: no such implementation; native, for a model that our layers cannot express.
@@ -77,7 +80,7 @@ class BackendSummary(NamedTuple):
 
     implementation: str
     layers: str
-    products: str
+    linears: str
     experts: str | None
     windows: str
     features: str
@@ -102,7 +105,7 @@ def summarize_backend(model: str | Path, name: str = "model") -> BackendSummary:
         return BackendSummary(
             implementation,
             "native",
-            storage.products,
+            storage.linears,
             storage.experts,
             windows,
             f"states that enter any of {count} layers or leave the last",
@@ -110,9 +113,9 @@ def summarize_backend(model: str | Path, name: str = "model") -> BackendSummary:
         )
     return BackendSummary(
         implementation,
-        "by transformers, with our attention; norms, products, gated parts, rotations and experts of ours where they "
-        "compute the same; held to its own logits when an engine is made",
-        storage.products,
+        "by transformers, with our attention; norms, linears, MLPs, rotations and experts of ours where they "
+        "compute the same; checked against its own logits when an engine is made",
+        storage.linears,
         storage.experts,
         f"as its modules ask: {windows} or all" if windows else "as its modules ask",
         f"by hooks on its {count} layers",

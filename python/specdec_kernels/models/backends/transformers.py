@@ -23,7 +23,8 @@ from ..language_model import Prefilled, States
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
 from ..shard import WHOLE
-from ..weights.loading import config_of, load_causal_lm, place
+from ..weights.loading import load_causal_lm, place
+from ..weights.model_config import config_of
 from .attention_hook import NAME, AttentionSpec, UnsupportedModel, hook_rotations, marker_like, use_hook
 from .attention_probe import body_path, probe_pass
 from .base import PagedModel
@@ -72,7 +73,9 @@ class TransformersLM(PagedModel):
             raise ValueError(f"{name}: shard is {options.shard}, expected {WHOLE} with implementation='transformers'")
         self._config = config_of(model, name)
         check_length(self._config, options.max_len, name)
-        self.model = load_causal_lm(model, dtype, name, adapter=options.adapter, any_module=True)
+        self.model = load_causal_lm(
+            model, dtype, name, adapter=options.adapter, any_module=True, draft_prefixes=options.draft_prefixes
+        )
         place(self.model, dtype, device)
         self.max_len, self.dtype, self.device = options.max_len, dtype, device
         self.feature_layers = tuple(options.feature_layers)

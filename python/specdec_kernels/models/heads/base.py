@@ -1,26 +1,22 @@
-"""What all draft heads over a target's states are: a few decoder layers with KV pools of their own; and how they load.
+"""The base of draft heads over a target's states: a few decoder layers with KV pools of their own.
 
-A checkpoint's tensors say what a head is made of: how many layers, which biases, norms of queries and keys. Its config
-says what no tensor shows. Where one contradicts the other, or holds what nobody here computes, the head is refused.
+A checkpoint's tensors show what a head is made of: how many layers, which biases, norms of queries and keys. Its config
+has what no tensor shows. A head is refused if one contradicts the other, or if it needs what is not computed here.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from huggingface_hub import hf_hub_download
 from torch import Tensor, nn
-from transformers import AutoConfig, LlamaConfig
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from ...plans import HEAD_DIMS
 from ..families import head_dim_of, window_of
 from ..families.llama import gated_mlp
 from ..kv_pools import KvPools
@@ -33,41 +29,35 @@ from ..layers.norm import rms_norm_of
 from ..layers.outputs import LayerOutput
 from ..layers.paged_batch import PagedBatch
 from ..layers.rope import Rope
-from ..weights.checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, readable, tensor_names
-from ..weights.loading import some
+from ..weights.checkpoint import Kind
 from ..weights.offload import offload, onload
 from ..weights.update import Update, expect_floats, expect_tensors, write_over
-
-LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.")
-
-# What a head does not compute with: rotations, which follow from the config, and what speculators keeps of the target
-# to train with.
-UNUSED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
+from .checkpoint import LAYER, UNUSED, own_name, target_ids
 
 
 class Features(NamedTuple):
-    """A feature for each row, of the target's or the head's own output."""
+    """A feature for each row: a state of the target, or the head's own output."""
 
     table: Tensor  # [F, H]
-    rows: Tensor | None = None  # [T] int32, of the table; None: row by row
+    rows: Tensor | None = None  # [T] int32, each row's index in the table; None: row i is table[i]
 
 
 class HeadOutput(NamedTuple):
-    """What a head computes, a row [T, H] for each of its input."""
+    """The output of a head, [T, H] each."""
 
-    hidden: Tensor  # the feature of a recursive row
-    normed: Tensor  # what `logits` takes
+    hidden: Tensor  # the feature of the next draft step
+    normed: Tensor  # the input of `logits`
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What layers are made of, as tensors show it.
+    """What a head's layers have, as tensors show it.
 
     Attributes:
-        num_layers: each with KV of its own.
-        biases: the modules that have one.
-        qk_norm: a norm of each query and key head, as in Qwen3.
-        first_norm: a norm of what enters the first layer; for EAGLE, whose paper has none.
+        num_layers: the number of layers, each with KV of its own.
+        biases: names of the linears with a bias.
+        qk_norm: whether each query and key head has a norm, as in Qwen3.
+        first_norm: whether the first layer has an input norm; EAGLE's paper has none.
     """
 
     num_layers: int = 1
@@ -77,6 +67,7 @@ class Parts:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Parts:
+        """Return what tensors with a head's own names show."""
         return cls(
             num_layers=len({match[0] for key in tensors if (match := LAYER.match(key))}),
             biases=frozenset(key.split(".")[-2] for key in tensors if key.endswith(".bias")),
@@ -86,7 +77,7 @@ class Parts:
 
 
 class HeadLayer(nn.Module):
-    """The parameters of one layer, which reads rows of `inputs` numbers and has these norms around its parts."""
+    """The parameters of one layer with inputs of this width, and with these norms."""
 
     def __init__(self, config: Any, parts: Parts, inputs: int, *norms: str) -> None:
         super().__init__()
@@ -99,7 +90,7 @@ class HeadLayer(nn.Module):
 
 
 class AttentionParameters(nn.Module):
-    """The parameters of an attention that reads rows of `inputs` numbers."""
+    """The parameters of an attention with inputs of this width."""
 
     def __init__(self, config: Any, parts: Parts, inputs: int) -> None:
         super().__init__()
@@ -114,10 +105,13 @@ class AttentionParameters(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """Proposes token i+2 from token i+1 and a feature of position i: the target's, or for its own tokens its output.
+    """A head that predicts token i+2 from token i+1 and a feature of position i.
 
-    Its parameters carry the checkpoint's names. `id_map` [Vd] int32 translates draft ids to target ids (None: the
-    vocabularies are one).
+    The feature is made of the target's states; for tokens that the head drafted, it is the head's own output.
+
+    Attributes:
+        id_map: [Vd] int32, the target's id of each draft id; None: the vocabularies are one.
+        prefix: of its tensors' names in the target's checkpoint; empty: its checkpoint is its own.
     """
 
     kind: ClassVar[Kind]
@@ -129,6 +123,7 @@ class DraftHead(nn.Module):
     embed_tokens: nn.Embedding
     pools: KvPools
     is_given = False  # whether the parameters are the caller's
+    prefix = ""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -137,7 +132,7 @@ class DraftHead(nn.Module):
 
     @classmethod
     def made_for(cls, config: LlamaConfig, tensors: Mapping[str, Tensor], draft_vocab: int, num_layers: int) -> Any:
-        """A head with room for these tensors, over a target of `num_layers` layers.
+        """Return a head whose parameters have these tensors' shapes, over a target of `num_layers` layers.
 
         Raises:
             ValueError: tensors and config contradict each other.
@@ -146,13 +141,13 @@ class DraftHead(nn.Module):
 
     @classmethod
     def check_config(cls, config: Any) -> None:
-        """ValueError, by name, for a variant that is not computed here."""
+        """Raise a ValueError for an unsupported variant, by name."""
 
     def prepare(self, target: LanguageModel, num_pages: int, page_size: int) -> None:
-        """Makes ready for `forward`: on the target's device and in its dtype, with KV pools of its page geometry.
+        """Prepare for `forward`: on the target's device, in its dtype, with KV pools of its page geometry.
 
-        Another engine may have prepared a head that is given as a module. It is prepared as a shallow copy, which
-        shares the parameters and has pools of its own.
+        A head that is given as a module is prepared as a shallow copy, which shares the parameters and has pools of its
+        own: another engine may have prepared it too.
         """
         weight = target.embedding.weight
         self.to(device=weight.device, dtype=weight.dtype)
@@ -164,7 +159,7 @@ class DraftHead(nn.Module):
         self._hold(KvPools.allocate(layouts, num_pages, page_size, weight.dtype, weight.device))
 
     def _make_parts(self) -> Any:
-        """What `forward` computes with: `layers`, and what is around them."""
+        """Return what `forward` computes with: `layers`, and what precedes and follows them."""
         raise NotImplementedError
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
@@ -177,9 +172,10 @@ class DraftHead(nn.Module):
         return [self._layer(index, module, heads) for index, module in enumerate(self.layers)]
 
     def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
-        """What becomes of the head's weights by these, named as checkpoints name them; as of `updates_of`."""
+        """Return the updates of the head's weights by tensors that are named as in checkpoints; see `updates_of`."""
         expect_tensors(weights, name)
-        given = {own_name(key): key for key in weights if not key.endswith(UNUSED) and own_name(key) != "t2d"}
+        named = {own_name(key, self.prefix): key for key in weights if not key.endswith(UNUSED)}
+        given = {own: key for own, key in named.items() if own != "t2d"}
         updates, parameters = list[Update](), dict(self._named())
         if "d2t" in given and self.id_map is not None:
             try:
@@ -201,7 +197,7 @@ class DraftHead(nn.Module):
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Those that are the head's own to put away."""
+        """Return the head's own weights, which may be offloaded."""
         own = {} if self.is_given else dict(self.named_parameters())
         return {name: parameter for name, parameter in own.items() if name not in self._of_target}
 
@@ -223,7 +219,7 @@ class DraftHead(nn.Module):
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Parts that were made of weights, its own or the target's, follow them."""
+        """Recompute, in place, what was made of weights, its own or the target's."""
         write_over(self._parts, self._make_parts())
 
     def _layer(self, index: int, module: Any, heads: HeadLayout) -> Layer:
@@ -254,11 +250,11 @@ class DraftHead(nn.Module):
         attach_caches([layer.mixer for layer in self._parts.layers], pools)
 
     def resize_pools(self, num_pages: int) -> None:
-        """Other pools, empty, with another number of pages."""
+        """Replace the pools by empty ones of another number of pages."""
         self._hold(self.pools.with_pages(num_pages))
 
     def join(self, features: Tensor) -> Tensor:
-        """One feature [..., H] from the target's states side by side [..., n * H]."""
+        """Return features [..., H] of the target's states [..., n * H], concatenated."""
         raise NotImplementedError
 
     def forward(
@@ -271,22 +267,24 @@ class DraftHead(nn.Module):
         *,
         depth: int = 0,
     ) -> HeadOutput:
-        """All layers of the head.
+        """Run all layers of the head.
 
         Args:
-            tokens: [B, Q]. features: of all B * Q rows.
-            positions: [B, Q], where rows are rotated.
-            only: [R], of all B * Q rows those that have an output, after the KV of all is written; None: all.
-            depth: of the rows below the roots of their trees; committed rows have 0.
+            tokens: [B, Q].
+            features: of all B * Q rows.
+            positions: [B, Q], for rotation.
+            batch: where the rows' KV is.
+            only: [R], the rows among B * Q that have an output; the KV of all is written. None: all.
+            depth: the rows' depth below the roots of their trees; committed rows have 0.
         """
         raise NotImplementedError
 
     def enter(self, tokens: Tensor, features: Features) -> tuple[Tensor, Tensor]:
-        """What the first layer takes: rows [B * Q, ...], normalised where it asks for that, and the residual stream."""
+        """Return the input of the first layer [B * Q, ...], normalized if it has an input norm, and the residual."""
         raise NotImplementedError
 
     def prefill(self, tokens: Tensor, features: Features, positions: Tensor, batch: PagedBatch) -> None:
-        """`forward` for the sake of the rows' KV."""
+        """Write the rows' KV."""
         normed, state = self.enter(tokens, features)
         for before, layer in pairwise(self._parts.layers):
             normed, state = layer.enter(*before(normed, state, positions, batch))
@@ -295,7 +293,7 @@ class DraftHead(nn.Module):
     def pass_layers(
         self, normed: Tensor, state: Tensor, positions: Tensor, batch: PagedBatch, only: Tensor | None
     ) -> tuple[LayerOutput, Tensor | None]:
-        """What the norm behind the last layer takes, from what the first one does."""
+        """Run all layers, and return the input of the final norm: the last layer's output and the residual."""
         first, *others = self._parts.layers
         x, residual = first(normed, state, positions, batch, only=None if others else only)
         for layer in others:
@@ -304,204 +302,5 @@ class DraftHead(nn.Module):
         return x, residual
 
     def logits(self, normed: Tensor) -> Tensor:
-        """[..., Vd] from [..., H]."""
+        """Return [..., Vd] for [..., H]."""
         raise NotImplementedError
-
-
-H = TypeVar("H", bound=DraftHead)
-
-
-def config_of_head(kind: type[H], head: str | Path | H) -> LlamaConfig:
-    """The config of a checkpoint folder, a hub id or a head that is loaded.
-
-    Raises:
-        ValueError: a folder that holds something else; a variant that is not computed here.
-    """
-    return head.config if isinstance(head, DraftHead) else read_config(kind, folder_of(kind, head))
-
-
-def num_layers_of(kind: type[H], head: str | Path | H) -> int:
-    """How many layers have KV, without reading a tensor."""
-    if isinstance(head, DraftHead):
-        return len(head.layers)
-    names = (name.removeprefix("model.") for name in tensor_names(folder_of(kind, head)))
-    return len({match[0] for name in names if (match := LAYER.match(name))})
-
-
-def own_vocabulary(kind: type[H], head: str | Path | H) -> bool:
-    """Whether it drafts from a part of the target's vocabulary that comes with it, without reading a tensor."""
-    if isinstance(head, DraftHead):
-        return head.id_map is not None
-    return any(name.removeprefix("model.") == "d2t" for name in tensor_names(folder_of(kind, head)))
-
-
-def frequent_tokens(file: str | Path, vocab: int, name: str) -> list[int]:
-    """The token ids, rising, of a file that FR-Spec publishes (arXiv 2502.14856): a list or a tensor that torch saved.
-
-    Args:
-        file: a path, or a file of a hub id ("thunlp/LLaMA3-Instruct-8B-FR-Spec/freq_32768.pt"). Nothing of it is run.
-        vocab: of the target. name: of the argument in errors.
-
-    Raises:
-        ValueError: anything but ids of the target's tokens, each once. FileNotFoundError: no such file.
-    """
-    path = Path(file)
-    if not path.is_file():
-        parts = str(file).split("/")
-        if isinstance(file, Path) or len(parts) != 3 or parts[0] in ("", ".", ".."):
-            raise FileNotFoundError(f"{name} is {file}, expected an existing file or a file of a hub id")
-        path = Path(hf_hub_download("/".join(parts[:2]), parts[2]))
-    with readable(path):
-        ids = torch.as_tensor(torch.load(path, map_location="cpu", weights_only=True))
-    if ids.dim() != 1 or len(ids) == 0 or ids.is_floating_point() or ids.dtype == torch.bool:
-        got = f"shape {list(ids.shape)} and {ids.dtype}"
-        raise ValueError(f"{name}: {file} has {got}, expected [tokens] integers, the ids of the target's tokens")
-    for worst in (int(ids.min()), int(ids.max())):
-        if not 0 <= worst < vocab:
-            raise ValueError(f"{name}: {file} has token {worst}, expected 0 to {vocab - 1} (the target's)")
-    tokens: list[int] = sorted(set(ids.tolist()))
-    if len(tokens) != len(ids):
-        raise ValueError(f"{name}: {file} has a token twice, expected each once")
-    return tokens
-
-
-def load_head(kind: type[H], source: str | Path | H, target: LanguageModel, *, num_pages: int, page_size: int) -> H:
-    """The head of a checkpoint folder or hub id, or one that is loaded, with KV pools of the target's page geometry.
-
-    A checkpoint without `embed_tokens` or `lm_head` shares the target's. Every tensor must find its place.
-
-    Raises:
-        ValueError: a folder that holds something else; a variant that is not computed here, or tensors that do not fit,
-            by name.
-    """
-    head: H = copy(source) if isinstance(source, DraftHead) else load_checkpoint(kind, source, target)
-    head.is_given = isinstance(source, DraftHead)
-    head.prepare(target, num_pages, page_size)
-    return head
-
-
-def folder_of(kind: type[DraftHead], head: str | Path) -> Path:
-    folder = local_folder(head, f"{kind.kind.draft}: head")
-    expect_kind(folder, kind.kind, f"{kind.name} head")
-    return folder
-
-
-def load_checkpoint(kind: type[H], source: str | Path, target: LanguageModel) -> H:
-    folder, name = folder_of(kind, source), f"{kind.name} head"
-    config = read_config(kind, folder)
-    tensors, first_layer = head_tensors(name, folder)
-    check_head(name, config, tensors, target)
-    d2t = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)  # the inverse of d2t, as a bit per target token
-    vocab: int = target.embedding.weight.shape[0]
-    draft_vocab = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else vocab
-    if d2t is None and draft_vocab != vocab:
-        raise ValueError(f"{name}: d2t is missing for a draft vocabulary of {draft_vocab}, expected the tensor")
-    if "embed_tokens.weight" in tensors:
-        config.vocab_size = len(tensors["embed_tokens.weight"])
-    with torch.device("meta"):
-        head: H = kind.made_for(config, tensors, draft_vocab, target.config.num_hidden_layers)
-    shared: dict[str, nn.Module] = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.lm_head}
-    faults = faults_of(head, tensors, shared)
-    if faults:
-        # A tensor is called what the folder calls it.
-        raise ValueError(f"{name}: {folder} {' and '.join(faults)}".replace("layers.0.", first_layer))
-    for key, module in shared.items():
-        if key not in tensors:
-            setattr(head, key.removesuffix(".weight"), module)
-    head.load_state_dict(tensors, strict=False, assign=True)
-    if d2t is not None:
-        head.id_map = target_ids(name, d2t, draft_vocab, vocab)
-    return head
-
-
-def read_config(kind: type[DraftHead], folder: Path) -> LlamaConfig:
-    """The config of a head's layers, with all that stands beside it.
-
-    In the format of speculators (`speculators_model_type`) the layers' part is `transformer_layer_config`, and what it
-    leaves out are the defaults of its own model type.
-    """
-    name, values = f"{kind.name} head", read_json(folder / "config.json")
-    layer = values.get("transformer_layer_config", values)
-    if not isinstance(layer, dict):
-        raise ValueError(f"{name}: {folder} has transformer_layer_config {layer!r}, expected a config")
-    for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
-        value = layer.get(size, 1)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"{name}: {size} is {value!r}, expected a number from 1 on ({folder})")
-    if layer is not values:
-        layer = AutoConfig.for_model(**({"model_type": "llama"} | layer)).to_dict()
-    others = {key: value for key, value in values.items() if key != "transformer_layer_config"}
-    config = LlamaConfig.from_dict(others | layer | {"model_type": "llama"})
-    kind.check_config(config)
-    return config
-
-
-def check_head(name: str, config: Any, tensors: Mapping[str, Tensor], target: LanguageModel) -> None:
-    """ValueError for a head that layers of ours cannot express, or that does not fit the target."""
-    if (head_dim := head_dim_of(config)) > HEAD_DIMS[-1]:
-        raise ValueError(f"{name}: head_dim is {head_dim}, expected at most {HEAD_DIMS[-1]}")
-    if config.hidden_act != "silu":
-        raise ValueError(f"{name}: hidden_act is {config.hidden_act!r}, expected 'silu'")
-    width = target.embedding.weight.shape[1]
-    for size in ("hidden_size", "target_hidden_size"):
-        if getattr(config, size, None) not in (None, width):
-            raise ValueError(f"{name}: {size} is {getattr(config, size)}, expected the target's {width}")
-    vocab: int = target.config.vocab_size
-    if "embed_tokens.weight" in tensors and len(tensors["embed_tokens.weight"]) < vocab:
-        rows = len(tensors["embed_tokens.weight"])
-        raise ValueError(f"{name}: embed_tokens.weight has {rows} rows, expected at least the target's {vocab}")
-
-
-def head_tensors(name: str, folder: Path) -> tuple[dict[str, Tensor], str]:
-    """The tensors of a head, named as speculators names them, and what the folder calls the first layer.
-
-    Some exporters write "model." in front, those of the papers "midlayer" for "layers.0" of EAGLE-3.
-    """
-    tensors = {key.removeprefix("model."): tensor for key, tensor in load_tensors(folder).items()}
-    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(UNUSED)}
-    layers = {match[0]: int(match[1] or 0) for key in tensors if (match := LAYER.match(key))}
-    if sorted(layers.values()) != list(range(len(layers))) or not layers:
-        found = ", ".join(sorted(layer.rstrip(".") for layer in layers)) or "no layer"
-        raise ValueError(f"{name}: {folder} has {found}, expected layers from layers.0 on, none missing")
-    first = "midlayer." if "midlayer." in layers else "layers.0."
-    return {own_name(key): tensor for key, tensor in tensors.items()}, first
-
-
-def own_name(key: str) -> str:
-    """What the head calls the tensor of a checkpoint."""
-    return re.sub(r"^midlayer\.", "layers.0.", key.removeprefix("model."))
-
-
-def faults_of(head: DraftHead, tensors: Mapping[str, Tensor], shared: Mapping[str, nn.Module]) -> list[str]:
-    """Where tensors do not fit a head that was made without storage; modules of `shared`, by parameter name, stand in
-    for those that are missing.
-    """
-    expected = {key: list(parameter.shape) for key, parameter in head.state_dict().items()}
-    faults = []
-    if missing := [key for key in expected if key not in tensors and key not in shared]:
-        faults.append(f"lacks {some(missing)}")
-    if unknown := [key for key in tensors if key not in expected]:
-        faults.append(f"has {some(unknown)}, which this engine does not know")
-    for key, tensor in tensors.items():
-        if key in expected and list(tensor.shape) != expected[key]:
-            faults.append(f"has {key} of shape {list(tensor.shape)}, expected {expected[key]}")
-            break
-    return faults
-
-
-def target_ids(name: str, d2t: Tensor, draft_vocab: int, vocab: int) -> Tensor:
-    """[Vd] int32: the target's id of each draft id, which stands in a checkpoint as the distance between the two.
-
-    ValueError unless every draft token is a token of the target, and no two are the same one.
-    """
-    if list(d2t.shape) != [draft_vocab] or d2t.is_floating_point():
-        got = f"shape {list(d2t.shape)} and {d2t.dtype}"
-        raise ValueError(f"{name}: d2t has {got}, expected [{draft_vocab}] integers, one for each draft token")
-    ids = torch.arange(draft_vocab) + d2t.long()
-    for worst in (int(ids.min()), int(ids.max())):
-        if not 0 <= worst < vocab:
-            raise ValueError(f"{name}: d2t leads to token {worst}, expected 0 to {vocab - 1} (the target's)")
-    if len(set(ids.tolist())) != draft_vocab:
-        raise ValueError(f"{name}: d2t leads to a token twice, expected another one for each draft token")
-    return ids.to(torch.int32)

@@ -1,8 +1,8 @@
 """EAGLE and EAGLE-2 draft heads in their published checkpoint format (Li et al. 2024, arXiv 2401.15077, 2406.16858).
 
-The two papers share the head and differ in the tree that is drafted with it. Decoder layers, mostly one, the first
-without a norm before its attention, over `fc` of the embedding of token i+1 beside the feature of position i, which is
-the target's state after its final norm. What comes out predicts token i+2 through the target's own `lm_head`.
+The two papers share the head and differ in the tree that it drafts. The head has decoder layers, mostly one, the first
+without an input norm. Their input is `fc` of the embedding of token i+1 and the feature of position i, concatenated.
+The feature is the target's state after its final norm. The output predicts token i+2 through the target's `lm_head`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EagleParts(NamedTuple):
 
 
 class EagleHead(DraftHead):
-    """Heads differ in their `parts`, and in whether `embed_tokens` and `lm_head` are their own or the target's."""
+    """A head of EAGLE. Its `embed_tokens` and `lm_head` are its own or the target's."""
 
     kind, name = EAGLE, "EAGLE"
     _parts: EagleParts
@@ -62,7 +62,7 @@ class EagleHead(DraftHead):
             raise ValueError(
                 "EAGLE head: the target runs by transformers' modules, expected a native one (EAGLE-3 takes either)"
             )
-        self._target = target  # no module itself: its parameters stay no part of the head
+        self._target = target  # no nn.Module, so its parameters do not become the head's
         super().prepare(target, num_pages, page_size)
 
     def _make_parts(self) -> EagleParts:
@@ -75,15 +75,15 @@ class EagleHead(DraftHead):
         )
 
     def draft_among(self, ids: list[int]) -> None:
-        """Predicts these tokens of the target alone, by a copy of their rows of `lm_head`."""
+        """Predict only these tokens of the target, by a copy of their rows of `lm_head`."""
         self._among = ids
         self._parts = self._parts._replace(head=self._parts.head.permute_outputs(ids))
-        # A head that was given as a module shares its dict of buffers with the copy that this one is.
+        # This head may be a shallow copy of a given module, whose dict of buffers it shares.
         id_map = torch.tensor(ids, dtype=torch.int32, device=self.embed_tokens.weight.device)
         self._buffers = self._buffers | {"id_map": id_map}
 
     def join(self, features: Tensor) -> Tensor:
-        """The state after the target's final norm [..., H], from the one before it."""
+        """Return the states after the target's final norm [..., H], from those before it."""
         return self._target.decoder.norm(features)
 
     def enter(self, tokens: Tensor, features: Features) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class EagleHead(DraftHead):
     ) -> HeadOutput:
         x, rest = self.pass_layers(*self.enter(tokens, features), positions, batch, only)
         hidden = add_residual(x, rest, None)
-        return HeadOutput(hidden, hidden)  # it stands for the target's normed state
+        return HeadOutput(hidden, hidden)  # it predicts the target's normed state
 
     def logits(self, normed: Tensor) -> Tensor:
         return self._parts.head(normed)

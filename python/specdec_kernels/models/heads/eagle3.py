@@ -1,8 +1,8 @@
 """EAGLE-3 draft heads in their published checkpoint formats (Li et al. 2025, arXiv 2503.01840), EAGLE-3.1 among them.
 
-Decoder layers, mostly one. The first reads, for draft row i, the embedding of token i+1 and a feature of position i:
-the target's hidden states entering a few of its layers, joined by `fc`; or, for tokens the head drafted itself, its own
-output. What comes out predicts token i+2 over a reduced draft vocabulary.
+The head has decoder layers, mostly one. For draft row i, the first reads the embedding of token i+1 and a feature of
+position i: `fc` of the target's hidden states that enter a few of its layers; or, for tokens that the head drafted, its
+own output. The output predicts token i+2 over a reduced draft vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..layers.paged_batch import PagedBatch
 from ..weights.checkpoint import EAGLE3
 from .base import DraftHead, Features, HeadLayer, HeadOutput, Parts
 
-# What a head may say of itself, in its config or in the `eagle_config` there, and what is computed here.
+# Entries of a head's config, or of the `eagle_config` in it, and the values that are supported.
 COMPUTED = {
     "parallel_drafting": False,
     "use_aux_hidden_state": True,
@@ -32,24 +32,24 @@ COMPUTED = {
     "use_mtp_layernorm": False,
 }
 
-# The norms in front of `fc`, by the config entry that asks for them, and a tensor of each.
+# The norms before `fc`, by the config entry that asks for them, and a tensor of each.
 NORMS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 
 
 def option(config: Any, name: str, default: Any = None) -> Any:
-    """An entry of the config, which some exporters write into the `eagle_config` there."""
+    """Return an entry of the config; some exporters write it into the `eagle_config` there."""
     inner = getattr(config, "eagle_config", None) or {}
     value = getattr(config, name, None)
     return inner.get(name, default) if value is None else value
 
 
 def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
-    """The target layers whose entering hidden states are the features.
+    """Return the target layers whose input hidden states are the features.
 
-    `eagle_aux_hidden_state_layer_ids` stands in a config in two places with two meanings. At the top, where speculators
-    writes and vLLM reads it, it names layers by what *enters* them; so does `aux_hidden_state_layer_ids`, which is its
-    name in speculators' other configs. In `eagle_config`, where SGLang reads it, it names layers by what *leaves* them.
-    They go before each other in this order; the default is low, middle and high.
+    `eagle_aux_hidden_state_layer_ids` has two meanings. At the top of a config, where speculators writes and vLLM reads
+    it, it names the layers that the states *enter*; so does `aux_hidden_state_layer_ids`, its name in speculators'
+    other configs. In `eagle_config`, where SGLang reads it, it names the layers that the states *leave*. The first of
+    the three that is given counts; the default is a low, a middle and a high layer.
     """
     entered = getattr(config, "eagle_aux_hidden_state_layer_ids", None) or getattr(
         config, "aux_hidden_state_layer_ids", None
@@ -79,11 +79,10 @@ class Eagle3Parts(NamedTuple):
 
 
 class Eagle3Head(DraftHead):
-    """Four entries of a config change what is computed; all are off in the paper.
+    """A head of EAGLE-3. Four entries of its config change what it computes; all are off in the paper.
 
-    - `norm_before_residual`: the residual stream starts with the normalised feature, the second half of a pair, and not
-      with the feature itself.
-    - `norm_before_fc`: one norm of the states side by side, in front of `fc`. `fc_norm`: a norm of each of them.
+    - `norm_before_residual`: the residual stream starts with the normalized feature, not with the feature itself.
+    - `norm_before_fc`: one norm of the concatenated states, before `fc`. `fc_norm`: a norm of each of them.
     - `norm_output`: the feature of a token that the head drafted is its output after the final norm, not before it.
     """
 
@@ -99,7 +98,7 @@ class Eagle3Head(DraftHead):
         each = num_features if option(config, "fc_norm") else 0
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, eps=eps) for _ in range(each))
         self.fc = nn.Linear(num_features * hidden, hidden, bias="fc" in parts.biases)
-        first = HeadLayer(config, parts, 2 * hidden, "input_layernorm", "hidden_norm")  # of a pair
+        first = HeadLayer(config, parts, 2 * hidden, "input_layernorm", "hidden_norm")  # embedding and feature
         others = (HeadLayer(config, parts, hidden, "input_layernorm") for _ in range(1, parts.num_layers))
         self.layers = nn.ModuleList([first, *others])
         self.norm = LlamaRMSNorm(hidden, eps=eps)

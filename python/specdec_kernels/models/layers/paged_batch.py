@@ -58,7 +58,11 @@ class PagedBatch(NamedTuple):
 
         Args:
             qkv: [B, Q, heads + 2 * kv_heads, head_dim] or [M, ...].
-            rotations: [num_positions, head_dim] float32, indexed by positions [B, Q] or [M].
+            rotations: [num_positions, head_dim] float32, cosines and sines.
+            positions: [B, Q] or [M], indices into `rotations`.
+            kv: the layer's pools.
+            q_norm: applied to each query head before the rotation.
+            k_norm: applied to each key head before the rotation.
 
         Returns:
             [B, Q, heads, head_dim] or [M, heads, head_dim].
@@ -101,6 +105,10 @@ class PagedBatch(NamedTuple):
 
         Args:
             q: [B, Q, heads, head_dim] or [M, heads, head_dim].
+            kv: the layer's pools.
+            scale: of the scores; None: head_dim ** -0.5.
+            window: rows of the sliding window; None: all rows are visible.
+            soft_cap: c in c * tanh(score / c); None: no cap.
             sinks: [heads] float32, one more score for each head, which adds to the softmax's sum and to nothing else.
         """
         lse = None if sinks is None else q.new_empty(q.shape[:-1], dtype=torch.float32)

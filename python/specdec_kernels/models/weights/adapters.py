@@ -1,8 +1,8 @@
 """Adapters in the format of PEFT, merged into the weights of their base model when it is loaded.
 
-LoRA (Hu et al. 2021, arXiv 2106.09685): W + s B A, with s = alpha / r, or alpha / sqrt(r) where it is stabilised by
-rank (Kalajdzievski 2023, arXiv 2312.03732). DoRA (Liu et al. 2024, arXiv 2402.09353): each row of that sum, scaled to
-the length that was learnt for it. Once merged a model costs what its base does, and its text is the adapted one.
+LoRA (Hu et al. 2021, arXiv 2106.09685): W + s B A with s = alpha / r, or alpha / sqrt(r) for rsLoRA (Kalajdzievski
+2023, arXiv 2312.03732). DoRA (Liu et al. 2024, arXiv 2402.09353): each row of that sum scaled to its learned length. A
+merged model costs what its base costs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transformers.pytorch_utils import Conv1D
 from .checkpoint import expect_folder, is_adapter, local_folder, read_json, tensors_of
 
 NAME = "adapter"
-# What PEFT writes in front of the name that a module has in its base model.
+# PEFT's prefix of the names of a base model's modules.
 PREFIX = "base_model.model."
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
-# Values of `init_lora_weights` that leave the base model's weights as they are; others are relative to changed ones.
+# Values of `init_lora_weights` that do not change the base model's weights.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
-# Options that make an adapter more than what is added to the weights of some modules.
+# Options of adapters that do more than add to weights of modules.
 REFUSED_OPTIONS = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -41,7 +41,7 @@ REFUSED_OPTIONS = (
 
 
 class LowRank(NamedTuple):
-    """What is added to the weight of one module [out, in]."""
+    """The update of the weight [out, in] of one module."""
 
     a: Tensor  # [r, in]
     b: Tensor  # [out, r]
@@ -50,7 +50,7 @@ class LowRank(NamedTuple):
 
 
 def with_base(model: str | Path | nn.Module, adapter: str | Path | None) -> tuple[str | Path | nn.Module, Path | None]:
-    """The model and the folder of its adapter; for a `model` that is an adapter itself, the base that it names.
+    """Return the model and the folder of its adapter. A `model` that is an adapter gives the base that it names.
 
     Raises:
         ValueError: an adapter for a module, or of an adapter; one that names no base.
@@ -79,11 +79,11 @@ def with_base(model: str | Path | nn.Module, adapter: str | Path | None) -> tupl
 
 
 def merge_adapter(model: nn.Module, adapter: Path) -> None:
-    """Adds the adapter of this folder to the model's weights, in place: sums are of float32, rounded once.
+    """Add an adapter to the model's weights, in place. Sums are of float32 and are rounded once.
 
     Raises:
-        ValueError: what is no LoRA; options or tensors that change more than weights of linear and embedding modules;
-            modules that the model does not have; shapes that do not fit.
+        ValueError: no LoRA; options or tensors that change more than weights of linear and embedding modules; modules
+            that the model does not have; shapes that do not fit.
     """
     config = adapter_config(adapter)
     tensors = adapter_tensors(adapter)
@@ -103,7 +103,7 @@ def merge_adapter(model: nn.Module, adapter: Path) -> None:
 
 
 def adapter_config(adapter: Path) -> dict[str, Any]:
-    """The options of a LoRA that is merged exactly."""
+    """Return the options of an adapter that can be merged exactly; refuse others by name."""
     if not (adapter / "adapter_config.json").exists():
         raise ValueError(f"{NAME}: {adapter} has no adapter_config.json, expected a folder as PEFT saves it")
     config: dict[str, Any] = read_json(adapter / "adapter_config.json")
@@ -127,7 +127,7 @@ def adapter_config(adapter: Path) -> dict[str, Any]:
 
 
 def adapter_tensors(adapter: Path) -> dict[str, Tensor]:
-    """By the names that their modules have in the base model."""
+    """Return the tensors, by the names that their modules have in the base model."""
     for file in WEIGHTS:
         if (adapter / file).exists():
             tensors = tensors_of(adapter / file)
@@ -136,7 +136,7 @@ def adapter_tensors(adapter: Path) -> dict[str, Tensor]:
 
 
 def low_rank_of(path: str, part: dict[str, Tensor], config: Mapping[str, Any], adapter: Path) -> LowRank:
-    """The matrices of one module, which an embedding has the other way round."""
+    """Return the matrices of one module; those of an embedding are transposed."""
     embeds = "lora_embedding_A" in part
     names = ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A", "lora_B")
     for name in names:
@@ -157,7 +157,7 @@ def low_rank_of(path: str, part: dict[str, Tensor], config: Mapping[str, Any], a
 
 
 def pattern_of(path: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
-    """What the first pattern says that fits the end of a module's path, as PEFT has it."""
+    """Return the value of the first pattern that matches the end of a module's path, as PEFT does."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", path):
             return value
@@ -165,6 +165,7 @@ def pattern_of(path: str, patterns: Mapping[str, Any] | None, default: Any) -> A
 
 
 def add(model: nn.Module, path: str, part: LowRank, adapter: Path) -> None:
+    """Add a low-rank update to a module's weight."""
     module = module_of(model, path, adapter)
     if not isinstance(module, nn.Linear | nn.Embedding | Conv1D):
         raise ValueError(
@@ -185,7 +186,7 @@ def add(model: nn.Module, path: str, part: LowRank, adapter: Path) -> None:
 
 
 def replace(model: nn.Module, name: str, tensor: Tensor, adapter: Path) -> None:
-    """A tensor of a module that was trained whole."""
+    """Replace a tensor of a module that was trained whole."""
     path, _, own = name.rpartition(".")
     parameter = getattr(module_of(model, path, adapter), own, None)
     if not isinstance(parameter, nn.Parameter):
@@ -206,7 +207,7 @@ def module_of(model: nn.Module, path: str, adapter: Path) -> nn.Module:
 
 
 def check_own(model: nn.Module, parameter: Tensor, path: str, adapter: Path) -> None:
-    """ValueError for a parameter that two modules share: what is added to one would change the other."""
+    """Raise a ValueError for a parameter that two modules share: an update of one would change the other."""
     owners = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
     if len(owners) > 1:
         names = " and ".join(owners)

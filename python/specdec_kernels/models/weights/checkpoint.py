@@ -1,4 +1,4 @@
-"""Checkpoint folders: where one is, what it holds, and its tensors. No code of a folder is run."""
+"""Checkpoint folders: finding one, recognizing what it holds, and reading its tensors. No code of it is run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-# Files that may hold the weights, in the order in which one is looked for, as transformers does.
+# Files that may hold the weights, in transformers' order of search.
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 ALL = re.compile(".*").fullmatch
 
 
 class Kind(NamedTuple):
-    """What a folder holds."""
+    """The kind of model in a folder."""
 
-    words: str
-    draft: str | None  # the one that uses it
+    words: str  # for messages
+    draft: str | None  # the class that loads it as a draft
 
 
 EAGLE = Kind("an EAGLE head", "Eagle")
@@ -39,7 +39,7 @@ UNKNOWN = Kind("of no known kind", None)
 
 
 def expect_folder(model: str | Path | nn.Module, name: str) -> None:
-    """FileNotFoundError for what is meant as a path (and no hub id, no module) but is no folder."""
+    """Raise a FileNotFoundError for a path (no hub id, no module) that is no folder."""
     if isinstance(model, nn.Module):
         return
     text = str(model)
@@ -49,7 +49,7 @@ def expect_folder(model: str | Path | nn.Module, name: str) -> None:
 
 
 def local_folder(model: str | Path, name: str) -> Path:
-    """The folder itself, or that of a snapshot of the hub id."""
+    """Return the folder itself, or a hub id's snapshot."""
     expect_folder(model, name)
     if Path(model).is_dir():
         return Path(model)
@@ -57,7 +57,7 @@ def local_folder(model: str | Path, name: str) -> Path:
 
 
 def expect_kind(model: str | Path | nn.Module, wanted: Kind, name: str) -> None:
-    """ValueError for a folder (no hub id, no module) that holds something else."""
+    """Raise a ValueError for a folder (no hub id, no module) that holds something else than `wanted`."""
     if isinstance(model, nn.Module) or not Path(model).is_dir():
         return
     kind = kind_of(Path(model))
@@ -73,14 +73,14 @@ def expect_kind(model: str | Path | nn.Module, wanted: Kind, name: str) -> None:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether it holds an adapter alone."""
+    """Return whether the folder holds an adapter alone."""
     return (folder / "adapter_config.json").exists() and not (folder / "config.json").exists()
 
 
 def kind_of(folder: Path) -> Kind:
-    """What the folder holds, by its tensors' names: many heads' configs say no more than their target's would.
+    """Return the kind of a folder by its tensors' names, because many heads' configs are copies of their target's.
 
-    UNKNOWN is for whoever loads it, and says which tensors are missing.
+    A folder of UNKNOWN kind may be loaded as any: loading it reports which tensors are missing.
     """
     if is_adapter(folder):
         return ADAPTER
@@ -101,7 +101,7 @@ def kind_of(folder: Path) -> Kind:
 
 
 def tensor_names(folder: Path) -> list[str]:
-    """The names of all tensors, which for most formats is less than reading them."""
+    """Return the names of all tensors. Most formats have them in a header."""
     file = weights_file(folder)
     if file.suffix == ".json":
         return list(weight_map(file))
@@ -112,17 +112,18 @@ def tensor_names(folder: Path) -> list[str]:
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """The file of the folder that holds each tensor."""
+    """Return the file that holds each tensor, by the tensor's name."""
     file = weights_file(folder)
     return weight_map(file) if file.suffix == ".json" else dict.fromkeys(tensor_names(folder), file.name)
 
 
 def load_tensors(folder: Path, wanted: Callable[[str], object] = ALL) -> dict[str, Tensor]:
-    """The tensors that transformers would load, whose names are wanted: those of the file, or, where there is an index,
-    each from the file that the index names for it.
+    """Return the tensors with wanted names that transformers would load.
+
+    If there is an index, each tensor comes from the file that the index names for it.
 
     Raises:
-        ValueError: there is none, or one holds anything but tensors; nothing of it is run.
+        ValueError: there are no weights, or a file holds anything but tensors.
     """
     files = {name: file for name, file in tensor_files(folder).items() if wanted(name)}
     tensors: dict[str, Tensor] = {}
@@ -132,10 +133,10 @@ def load_tensors(folder: Path, wanted: Callable[[str], object] = ALL) -> dict[st
 
 
 def tensors_of(file: Path, wanted: Callable[[str], object] = ALL) -> dict[str, Tensor]:
-    """The tensors of one file whose names are wanted.
+    """Return the tensors of one file with wanted names.
 
     Raises:
-        ValueError: it cannot be read, or holds anything but tensors; nothing of it is run.
+        ValueError: it cannot be read, or holds anything but tensors.
     """
     if file.suffix == ".safetensors":
         with readable(file), safe_open(file, "pt") as opened:
@@ -144,7 +145,7 @@ def tensors_of(file: Path, wanted: Callable[[str], object] = ALL) -> dict[str, T
 
 
 def weights_file(folder: Path) -> Path:
-    """The first of WEIGHTS that is there."""
+    """Return the first of WEIGHTS that exists."""
     for name in WEIGHTS:
         if (folder / name).exists():
             return folder / name
@@ -152,7 +153,7 @@ def weights_file(folder: Path) -> Path:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file beside the index that holds each tensor."""
+    """Return the file, next to the index, that holds each tensor."""
     files: dict[str, str] = read_json(index)["weight_map"]
     for file in files.values():
         if Path(file).name != file:
@@ -161,13 +162,18 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def unpickled(file: Path, device: str) -> dict[str, Tensor]:
-    """The tensors of a `.bin` file, through the unpickler that calls nothing; on "meta" their data is left alone."""
+    """Return the tensors of a `.bin` file by torch's safe unpickler; on "meta" their data is not read."""
     with readable(file):
         tensors: dict[str, Tensor] = torch.load(file, map_location=device, weights_only=True)
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"checkpoint: {file} has {name}, a {type(tensor).__name__}, expected tensors alone")
     return tensors
+
+
+def some(names: list[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more tensors" if len(names) > most else "")
 
 
 def read_json(file: Path) -> Any:
@@ -177,7 +183,7 @@ def read_json(file: Path) -> Any:
 
 @contextmanager
 def readable(file: Path) -> Iterator[None]:
-    """What a library says of a file that it cannot read, as a ValueError that names the file."""
+    """Turn the errors of a library that cannot read a file into a ValueError that names the file."""
     try:
         yield
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:

@@ -1,7 +1,7 @@
-"""How quantised checkpoints say what their tensors mean: fine-grained FP8, compressed-tensors, GPTQ and AWQ.
+"""Formats of quantized checkpoints: fine-grained FP8, compressed-tensors, GPTQ and AWQ.
 
-Which products are quantised is told by the tensors themselves, how by `quantization_config`. What is not read here is
-refused by name, before any weight is.
+Tensor names show which linears are quantized, `quantization_config` shows how. An unsupported option is refused by name
+before any weight is read.
 """
 
 from __future__ import annotations
@@ -15,32 +15,44 @@ from torch import Tensor
 from ..layers.fp8 import FP8, GROUP, column_major
 from ..layers.quantized import Fp8Weight, Int4Weight, QuantizedWeight
 
-Tensors = Mapping[str, Tensor]  # of one product, by the last part of their names
+Tensors = Mapping[str, Tensor]  # of one linear, by the last part of their names
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the columns 0 to 7 stand in a word, in fours of bits
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds column i
 
 
 class Scheme(NamedTuple):
-    """How the quantised products of a checkpoint are stored."""
+    """How a checkpoint stores its quantized linears.
 
-    tensors: frozenset[str]  # of each
-    optional: frozenset[str]  # may be there, too
-    marks: str  # the tensor that only a quantised product has
+    Attributes:
+        tensors: names of the tensors of each, which follow its path. optional: of those that may exist too.
+        marks: the tensor that only a quantized linear has.
+        weight: makes the weight of a linear from its tensors.
+        kept: the class of these weights.
+        activations: how their inputs are quantized, as in `Fp8Weight`.
+    """
+
+    tensors: frozenset[str]
+    optional: frozenset[str]
+    marks: str
     weight: Callable[[Tensors], QuantizedWeight]
-    kept: type[QuantizedWeight]  # as which they are kept
-    activations: str = "none"  # how the rows that enter them are rounded, as those of an `Fp8Weight`
+    kept: type[QuantizedWeight]
+    activations: str = "none"
 
-    def products(self, names: Iterable[str]) -> set[str]:
-        """The modules of a checkpoint with these tensors that are quantised."""
+    def linears(self, names: Iterable[str]) -> set[str]:
+        """Return the paths of the quantized linears of a checkpoint with tensors of these names."""
         return {name.removesuffix(f".{self.marks}") for name in names if name.endswith(f".{self.marks}")}
 
-    def of_product(self, path: str) -> set[str]:
-        """The names that its tensors may have, a bias apart."""
+    def tensors_of(self, path: str) -> set[str]:
+        """Return the names that the tensors of a linear may have, but for a bias."""
         return {f"{path}.{name}" for name in self.tensors | self.optional}
 
 
 def fitting_weight(scheme: Scheme, tensors: Tensors, what: str) -> QuantizedWeight:
-    """What these tensors store. ValueError, of `what` has them, where they do not fit each other."""
+    """Return the weight that these tensors store.
+
+    Raises:
+        ValueError: they do not fit each other; the message begins with `what`.
+    """
     try:
         return scheme.weight(tensors)
     except (ValueError, RuntimeError, IndexError) as error:
@@ -48,24 +60,24 @@ def fitting_weight(scheme: Scheme, tensors: Tensors, what: str) -> QuantizedWeig
 
 
 class Unsupported(ValueError):
-    """What of a format is not supported, in words that follow "is quantised by ..."."""
+    """An unsupported option of a format, in words that follow "is quantized by ..."."""
 
 
-def scheme_of(quantisation: Mapping[str, Any]) -> Scheme:
-    """The scheme of a `quantization_config`.
+def scheme_of(quantization: Mapping[str, Any]) -> Scheme:
+    """Return the scheme of a `quantization_config`.
 
     Raises:
         Unsupported: there is none.
     """
     readers = {"fp8": fine_grained, "compressed-tensors": compressed, "gptq": gptq, "awq": awq}
-    method = str(quantisation.get("quant_method"))
+    method = str(quantization.get("quant_method"))
     if method not in readers:
         raise Unsupported(f"expected {', '.join(readers)} or weights of float32, float16 or bfloat16")
-    return readers[method](quantisation)
+    return readers[method](quantization)
 
 
 def expect(values: Mapping[str, Any], where: str = "", **wanted: object) -> None:
-    """Unsupported unless each key has the value, or one of a tuple of values."""
+    """Raise `Unsupported` unless each key has the wanted value, or one of a tuple of values."""
     for key, choices in wanted.items():
         value, allowed = values.get(key), choices if isinstance(choices, tuple) else (choices,)
         if value not in allowed:
@@ -73,7 +85,10 @@ def expect(values: Mapping[str, Any], where: str = "", **wanted: object) -> None
 
 
 def fine_grained(config: Mapping[str, Any]) -> Scheme:
-    """Blocks of 128 by 128 numbers, and activations by groups of 128. Source: DeepSeek-V3 (arXiv 2412.19437), 3.3."""
+    """Read FP8 with a scale for each 128 x 128 block, and for each 128 elements of activations.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.
+    """
     block = config.get("weight_block_size")
     if block is None or list(block) != [GROUP, GROUP]:
         raise Unsupported(f"weight_block_size is {block}, expected {[GROUP, GROUP]}")
@@ -88,7 +103,7 @@ def fine_grained(config: Mapping[str, Any]) -> Scheme:
 
 
 def compressed(config: Mapping[str, Any]) -> Scheme:
-    """One group of products of compressed-tensors, in 8-bit floats or 4-bit integers."""
+    """Read compressed-tensors with one group of linears, in FP8 or INT4."""
     groups = list((config.get("config_groups") or {}).values())
     if len(groups) != 1:
         raise Unsupported(f"config_groups has {len(groups)} groups, expected one")
@@ -131,6 +146,7 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
 
 
 def packed(config: Mapping[str, Any], weights: Mapping[str, Any], inputs: object) -> Scheme:
+    """Read INT4 of compressed-tensors."""
     expect(config, format="pack-quantized")
     expect(weights, "weights: ", num_bits=4, symmetric=True, strategy=("group", "channel"))
     if weights.get("actorder") == "group":
@@ -148,7 +164,7 @@ def packed(config: Mapping[str, Any], weights: Mapping[str, Any], inputs: object
 
 
 def gptq(config: Mapping[str, Any]) -> Scheme:
-    """Source: Frantar et al., GPTQ (arXiv 2210.17323). The first format stores zeros less one."""
+    """Read GPTQ (Frantar et al., arXiv 2210.17323). Its first format stores zero points less one."""
     expect(config, bits=4, checkpoint_format=("gptq", "gptq_v2", None))
     if config.get("dynamic"):
         raise Unsupported("dynamic is given, expected one number of bits for all products")
@@ -167,7 +183,7 @@ def gptq(config: Mapping[str, Any]) -> Scheme:
 
 
 def awq(config: Mapping[str, Any]) -> Scheme:
-    """Source: Lin et al., AWQ (arXiv 2306.00978)."""
+    """Read AWQ (Lin et al., arXiv 2306.00978)."""
     expect(config, bits=4, zero_point=True)
     if str(config.get("version", config.get("format", "gemm"))).lower() != "gemm":
         raise Unsupported(f"version is {config.get('version', config.get('format'))!r}, expected 'gemm'")
@@ -180,6 +196,7 @@ def awq(config: Mapping[str, Any]) -> Scheme:
 
 
 def of_blocks(numbers: Tensor, scales: Tensor, activations: str) -> Fp8Weight:
+    """Return the weight of FP8 elements with a scale for each block."""
     outs, ins = numbers.shape
     if list(scales.shape) != [-(-outs // GROUP), -(-ins // GROUP)]:
         raise ValueError(f"scales of shape {list(scales.shape)} for {outs} by {ins} numbers, expected one a block")
@@ -193,11 +210,11 @@ def expect_fp8(numbers: Tensor) -> Tensor:
 
 
 def nibbles(words: Tensor) -> Tensor:
-    """[rows, 8 * n] uint8 of [rows, n] int32, of each the lowest four bits first."""
+    """Unpack [rows, n] int32 to [rows, 8 * n] uint8, the lowest four bits of each word first."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return ((words.int()[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
 def in_order(numbers: Tensor) -> Tensor:
-    """Columns of AWQ's words as they belong."""
+    """Reorder the columns of AWQ's words."""
     return numbers.view(len(numbers), -1, 8)[..., list(AWQ_ORDER)].flatten(1)

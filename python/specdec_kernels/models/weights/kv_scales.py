@@ -1,7 +1,7 @@
-"""What the numbers of 8-bit KV pools stand for: the scales that a checkpoint brings, or measured ones.
+"""Scales of FP8 KV pools: those of a checkpoint, or measured ones.
 
-Key and value are written divided by their layer's scale, in float8_e4m3fn: relative to the number an error of at most
-2^-4 between 2^-6 and 448 of the scale, beyond which they are clamped.
+Keys and values are divided by their layer's scale and written in float8_e4m3fn. The relative error is at most 2^-4 from
+2^-6 to 448 times the scale; larger ones are clamped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .checkpoint import load_tensors, local_folder
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of float8_e4m3fn
-ROOM = 4.0  # between the largest number that was measured and LARGEST, at least
+ROOM = 4.0  # least factor between the largest measured element and LARGEST
 
 # As llm-compressor and AutoFP8 name them (`self_attn.k_scale`), ModelOpt (`self_attn.k_proj.k_scale`), and older
 # versions of the first two (`self_attn.k_proj.output_scale`; `self_attn.kv_scale` for both).
@@ -26,7 +26,7 @@ SCALE_NAME = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:(k|v|kv)_scale|(
 
 
 def kv_dtype_of(kv_dtype: str | torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of KV pools for weights of `dtype`, as a user names it.
+    """Return the dtype of KV pools for a user's `kv_dtype` and weights of `dtype`.
 
     Raises:
         ValueError: neither that of the weights nor float8_e4m3fn.
@@ -39,10 +39,10 @@ def kv_dtype_of(kv_dtype: str | torch.dtype | None, dtype: torch.dtype) -> torch
 
 
 def checkpoint_scales(model: str | Path | nn.Module, num_layers: int, name: str) -> list[KvScales] | None:
-    """The scales of each layer that a folder or hub id brings; None: it brings none, or the model is a module.
+    """Return each layer's scales in a folder or hub id; None: it has none, or the model is a module.
 
     Raises:
-        ValueError: a layer without scales beside others that have some, or a scale that is no positive number.
+        ValueError: some layers have scales and others do not, or a scale that is no positive number.
     """
     if isinstance(model, nn.Module):
         return None
@@ -63,9 +63,9 @@ def checkpoint_scales(model: str | Path | nn.Module, num_layers: int, name: str)
     return [KvScales(**of_layer) for of_layer in scales]
 
 
-def measured_scale(numbers: Tensor) -> float:
-    """A power of two, by which division costs no precision, that leaves ROOM above the largest of these numbers."""
-    largest = float(numbers.abs().max())
+def measured_scale(elements: Tensor) -> float:
+    """Return a power of two, which divides exactly, that leaves ROOM above the largest of these elements."""
+    largest = float(elements.abs().max())
     if not 0 < largest < math.inf:
         return 1.0
     return 2.0 ** math.ceil(math.log2(largest * ROOM / LARGEST))

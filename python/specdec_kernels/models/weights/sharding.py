@@ -18,6 +18,10 @@ def divide(model: Any, plan: dict[str, str] | None, shard: Shard, reduction: Red
     columns and owns the reduction of its partial sums; its bias stays with rank 0. Embeddings stay whole.
 
     Args:
+        model: a causal language model of transformers.
+        shard: the rank's.
+        reduction: sums the partial outputs of linears with divided inputs.
+        name: of the model in errors.
         plan: styles by module path, as in `PreTrainedConfig.base_model_tp_plan`.
 
     Raises:

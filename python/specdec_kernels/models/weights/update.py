@@ -24,9 +24,10 @@ from transformers.utils import logging
 from ..kv_pools import KvPools
 from ..layers.moe import QuantizedExperts
 from ..layers.quantized import Fp8Weight, QuantizedLinear, QuantizedWeight
+from .checkpoint import some
 from .formats import Scheme, fitting_weight
 from .kv_scales import FP8, SCALE_NAME
-from .loading import PARTS, STORED_BY, expert_of, own_names, some
+from .quantized_loading import PARTS, STORED_BY, expert_of, own_names
 
 OURS = __name__.partition(".")[0]
 
@@ -177,7 +178,7 @@ def stored_updates(
     Raises:
         ValueError: a linear that the model stores in another way, one that lacks a tensor, or one of another shape.
     """
-    linears = scheme.products(weights)
+    linears = scheme.linears(weights)
     modules = dict(model.named_modules())
     own, rest, updates = own_names(linears, model), dict(weights), list[Update]()
     for path in sorted(linears):
@@ -188,10 +189,10 @@ def stored_updates(
         experts = None if match is None else modules.get(match[1])
         experts = experts if isinstance(experts, QuantizedExperts) else None
         if not isinstance(linear, QuantizedLinear) and expert is None and experts is None:
-            raise ValueError(f"{name} has a quantised {path}, expected one where the checkpoint had one")
+            raise ValueError(f"{name} has a quantized {path}, expected one where the checkpoint had one")
         if missing := sorted(scheme.tensors - given.keys()):
-            raise ValueError(f"{name} lacks {path}.{missing[0]}, expected all tensors of a quantised product")
-        weight = fitting_weight(scheme, given, f"{name} has a quantised {path}")
+            raise ValueError(f"{name} lacks {path}.{missing[0]}, expected all tensors of a quantized product")
+        weight = fitting_weight(scheme, given, f"{name} has a quantized {path}")
         if isinstance(linear, QuantizedLinear):
             updates += same_kind(linear.weight, weight, f"{name} has {path}")
             bias = rest.get(f"{path}.bias")

@@ -1,0 +1,160 @@
+"""Configs of language models: which model a folder, hub id or module holds, and how its weights are stored.
+
+No code of a folder is run, and no weight is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ..layers.quantized import Fp8Weight
+from .checkpoint import LANGUAGE_MODEL, expect_kind
+from .formats import Scheme, Unsupported, scheme_of
+
+# Model types whose families run FP8 experts, quantized activations included.
+FP8_EXPERTS = (
+    "afmoe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "hunyuan_v1_moe", "mixtral", "olmoe",
+    "qwen2_moe", "qwen3_moe", "qwen3_vl_moe_text",
+)  # fmt: skip
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # its names in configs
+
+# Multimodal types that pass text alone to the model of their `text_config`, and its states to a head. Others may do
+# more: mask or place tokens differently, look things up, have a head for each modality.
+PLAIN_TEXT_DECODERS = (
+    "aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "got_ocr2", "idefics2", "idefics3", "internvl",
+    "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "ovis2", "qianfan_ocr",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava",
+)  # fmt: skip
+
+# Names in configs of the tokens that images, audio and video replace.
+PLACEHOLDERS = tuple(f"{modality}_token_{end}" for end in ("index", "id") for modality in ("audio", "video", "image"))
+
+
+def config_of(model: str | Path | nn.Module, name: str = "model") -> Any:
+    """Return the text config of a folder, hub id or module; errors call it `name`.
+
+    Raises:
+        ValueError: the folder holds no language model, one that transformers does not know, or one that is quantized in
+            an unsupported way.
+    """
+    if isinstance(model, nn.Module):
+        return module_config(model, name)
+    expect_kind(model, LANGUAGE_MODEL, name)
+    values, _ = PretrainedConfig.get_config_dict(str(model))
+    scheme_in(values, f"{name}: {model}")
+    if values.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{name}: {model} has model_type {values.get('model_type')!r}, "
+            "expected one that transformers knows (code that comes with a model is not run)"
+        )
+    return text_config(AutoConfig.from_pretrained(str(model), trust_remote_code=False))
+
+
+def model_name(model: str | Path | nn.Module) -> str:
+    """Return the last part of a folder's or hub id's name; for a module, of what it was loaded from, or its class."""
+    if isinstance(model, nn.Module):
+        model = getattr(model.config, "name_or_path", "") or type(model).__name__
+    return (Path(model).resolve() if Path(model).is_dir() else Path(model)).name
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of a config that is the language model's: for most models, all of it.
+
+    For a multimodal model it is a copy. If the whole model does more to text than the model of its `text_config`, the
+    copy keeps the whole model's type, for which there is no family.
+    """
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        return config
+    text = copy.deepcopy(text)
+    text.dtype = text.dtype or config.dtype
+    if config.model_type not in PLAIN_TEXT_DECODERS:
+        text.model_type = config.model_type
+    return text
+
+
+def placeholders(config: Any) -> dict[int, str]:
+    """Return the names, in a model's whole config, of the tokens that images, audio and video replace, by token."""
+    if config.get_text_config(decoder=True) is config:
+        return {}
+    tokens = ((getattr(config, name, None), name) for name in PLACEHOLDERS)
+    return {token: name for token, name in tokens if isinstance(token, int)}
+
+
+def module_config(model: nn.Module, name: str) -> Any:
+    """Return the text config of a module of transformers."""
+    if not isinstance(model, PreTrainedModel):
+        kind = type(model).__name__
+        hint = " (merge_and_unload() gives it)" if kind.startswith("Peft") else ""
+        raise ValueError(f"{name}: it is a {kind}, expected a language model of transformers{hint}")
+    return text_config(model.config)
+
+
+def scheme_in(values: dict[str, Any], what: str) -> Scheme | None:
+    """Return how the weights of a config are quantized; None: they are not.
+
+    Raises:
+        ValueError: quantized in an unsupported way.
+    """
+    for config in (values, values.get("text_config") or {}):
+        for key in ("quantization_config", "compression_config"):
+            if (quantization := config.get(key)) and not only_kv_scales(quantization):
+                if is_mxfp4(values):
+                    return None
+                method = quantization.get("quant_method") or "a method without a name"
+                kinds = [str(quantization[kind]) for kind in ("format", "fmt", "quant_type") if quantization.get(kind)]
+                method += f" ({', '.join(kinds)})" if kinds else ""
+                try:
+                    return scheme_of(quantization)
+                except Unsupported as error:
+                    raise ValueError(f"{what} is quantized by {method}, {error}") from None
+    return None
+
+
+def keeps_experts(scheme: Scheme, model_type: str) -> bool:
+    """Return whether experts stay in FP8; others are dequantized to the model's dtype."""
+    return scheme.kept is Fp8Weight and model_type in FP8_EXPERTS
+
+
+class Storage(NamedTuple):
+    """How an engine keeps a checkpoint's linears and experts, in words."""
+
+    linears: str
+    experts: str | None  # None: it has none
+
+
+def storage_of(model: str | Path, config: Any) -> Storage:
+    """Describe how weights of a folder or hub id are kept, given its `config_of`.
+
+    Raises:
+        ValueError: as `scheme_in`.
+    """
+    values, _ = PretrainedConfig.get_config_dict(str(model))
+    scheme = scheme_in(values, str(model))
+    count = next((getattr(config, name) for name in NUM_EXPERTS if hasattr(config, name)), 0)
+    linears = "in the engine's dtype"
+    experts = "MXFP4, dequantized to the engine's dtype" if is_mxfp4(values) else "in the engine's dtype"
+    if scheme is not None:
+        kinds = {"none": "", "token": ", activations quantized per token", "group": ", activations quantized per group"}
+        activations = kinds.get(scheme.activations, ", activations quantized by the checkpoint's scales")
+        linears = f"in FP8{activations}" if scheme.kept is Fp8Weight else "in INT4"
+        experts = linears if keeps_experts(scheme, config.model_type) else "dequantized to the engine's dtype"
+    return Storage(linears, f"{count}, {experts}" if count else None)
+
+
+def is_mxfp4(values: dict[str, Any]) -> bool:
+    """Return whether weights are MXFP4, which transformers dequantizes to bfloat16 exactly."""
+    return (values.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+
+
+def only_kv_scales(quantization: dict[str, Any]) -> bool:
+    """Return whether only KV is quantized: one scale a layer for float8_e4m3fn, which `kv_scales` reads."""
+    scheme = quantization.get("kv_cache_scheme") or {}
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    return not quantization.get("config_groups") and all(scheme.get(key) == value for key, value in wanted.items())
