@@ -74,7 +74,7 @@ def emitted(chances: Tensor, num_steps: int, topk: int, num_nodes: int) -> list[
 
 
 def rounds_of(lengths: list[int], start: int, tokens: int) -> list[int]:
-    """The rounds that write `tokens` of the text from `start` on; the last may write more."""
+    """Return the rounds that write `tokens` of the text from `start` on; the last may write more."""
     rounds, written = [], 0
     while written < tokens:
         rounds.append(lengths[(start + written) % len(lengths)])
@@ -83,7 +83,7 @@ def rounds_of(lengths: list[int], start: int, tokens: int) -> list[int]:
 
 
 def emitted_by_chains(chances: Tensor, drafts: int) -> list[int]:
-    """The same of chains, which follow the best candidate alone."""
+    """Return the tokens of each round of chains, which follow the best candidate alone."""
     right = chances.argmax(1) == 0
     runs = torch.stack([right.roll(-k) for k in range(drafts)], 1).long().cumprod(1).sum(1) + 1
     lengths: list[int] = runs.tolist()

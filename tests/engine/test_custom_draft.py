@@ -45,7 +45,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "embedding.md"
 
 
 def bigrams_of_the_page() -> type[Draft]:
-    """The class as it stands on the page, imports included."""
+    """Return the class of the page's example."""
     (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S) if "class Bigrams" in b)
     source, _, rest = block.partition("\nprompt = ")
     assert rest and len(source[source.index("class") :].splitlines()) <= 36

@@ -23,7 +23,7 @@ from support.tiny_checkpoint import held_out, reference_model, target_with_featu
 
 
 def published_forward(tensors: dict[str, Tensor], pairs: Tensor) -> Tensor:
-    """[T, H] from the embeddings of tokens 1.. beside the features of positions 0.., [T, 2 H]."""
+    """Return [T, H] for embeddings of tokens 1.. and features of positions 0.., concatenated [T, 2 H]."""
 
     def linear(name: str, x: Tensor) -> Tensor:
         return functional.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
@@ -48,7 +48,7 @@ def published_forward(tensors: dict[str, Tensor], pairs: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def published_chain(tensors: dict[str, Tensor], text: list[int], steps: int) -> tuple[list[int], float]:
-    """The chain drafted behind a text, from scratch, and the least margin with which a token of it was chosen."""
+    """Recompute the chain drafted after a text; return it, and the least margin with which a token of it was chosen."""
     model = reference_model()
     states = model(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0]  # after the final norm
     embedding, head = model.get_input_embeddings().weight, model.lm_head.weight
@@ -95,7 +95,7 @@ def test_chains_are_those_of_the_published_forward(bias: bool, tmp_path: Path, m
 
 
 def synthetic_head(target: Any) -> EagleHead:
-    """Reads the token beside the feature alone, so that the target's own `lm_head` names its successor."""
+    """Return a head that reads only the token, so that the target's own `lm_head` gives its successor."""
     config = LlamaConfig(**{name: value for name, value in target.config.to_dict().items() if name != "model_type"})
     config.num_hidden_layers = 1
     head = EagleHead(config)

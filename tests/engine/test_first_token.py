@@ -98,8 +98,9 @@ def some_prompts() -> list[list[int]]:
 
 @every_draft
 def test_a_token_costs_a_pass(name: str, device: torch.device) -> None:
-    """Of requests that came together one pass and one first round, and no other pass of the target; nothing is drafted
-    for it, so nothing counts. With that the request may have ended.
+    """Requests that arrive together take one prefill and one first round, which drafts nothing and is not counted.
+
+    The request may end with that token.
     """
     engine = make_engine(name, device)
     calls = Calls(engine)

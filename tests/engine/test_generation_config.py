@@ -247,7 +247,7 @@ def generate(*arguments: str) -> int:
 
 @pytest.fixture
 def sampled(tmp_path: Path) -> Path:
-    """The tiny model, which samples by its generation config."""
+    """Return a tiny model that samples by its generation config."""
     for file in tiny_model("target").iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink()

@@ -39,7 +39,7 @@ def models() -> dict[str, Any]:
 
 @pytest.fixture
 def model(models: dict[str, Any], device: torch.device) -> Any:
-    """The tiny target, one for all tests of a device."""
+    """Return the tiny target, one for all tests of a device."""
     if device.type not in models:
         loaded = AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32)
         models[device.type] = loaded.to(device)

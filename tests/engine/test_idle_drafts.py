@@ -72,7 +72,7 @@ def model_draft(engine: Engine) -> Any:
 
 
 def expect_same_state(resting: Any, awake: Any, slots: list[int], dtype: torch.dtype = torch.float32) -> None:
-    """What the next round drafts from. Products of other shapes may round otherwise."""
+    """Compare the state that the next round drafts from. GEMMs of other shapes may round differently."""
     names = {"child_ids", "child_logprobs", "last_hidden", "root_logits"} & vars(resting).keys()
     names -= {"child_ids", "child_logprobs"} if resting.sampled else set()  # drawn when the round begins
     assert len(names) >= 1
@@ -86,8 +86,9 @@ def expect_same_state(resting: Any, awake: Any, slots: list[int], dtype: torch.d
 
 @every_draft
 def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path: Path) -> None:
-    """As without it: whatever rounds lie between, with slots that join, stall, end, and are given to others; and with
-    as many kept rows as there is room for.
+    """After a draft was idle, its state is that of a draft that never was.
+
+    Slots join, stall, end and are reused in between, and backlogs fill up to their limit.
     """
     draft = DRAFTS[name](tmp_path)
     options: dict[str, Any] = {"num_slots": 4, "cuda_graph": False}
@@ -260,8 +261,9 @@ def plain_texts() -> list[list[int]]:
 
 @pytest.mark.parametrize("name", TWICE)
 def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path: Path) -> None:
-    """Rounds of any kind in any order, in a pool from which requests are retracted; some are cancelled, and some want
-    no drafts.
+    """Run rounds of any kind in any order, in a pool from which requests are retracted.
+
+    Some requests are cancelled, and some want no drafts.
     """
     draft = Twice(TWICE[name](tmp_path))
     rng = random.Random(7)
@@ -442,8 +444,9 @@ def test_resting_costs_what_catching_up_takes_in_the_end() -> None:
 
 
 def test_a_rest_ends_when_it_has_cost_as_much_as_catching_up() -> None:
-    """What is lost by a round of rest is what drafting would have gained in its time. The price falls with the rows that
-    have to be caught up with anyway.
+    """A draft resumes once its idle rounds have lost as many tokens as catching up costs.
+
+    An idle round loses what drafting would have gained in its time. Catching up is charged less for a larger backlog.
     """
     made = budget(catch_up=150.0)  # and a draft that is right, for all that is known
     at_rest = 100 + 150 / 16

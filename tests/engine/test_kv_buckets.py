@@ -172,8 +172,9 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
 def test_texts_cross_bounds(
     name: str, rounds_in_flight: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every round is told how much KV its texts have, and on a GPU runs the graph that is enough for it: texts are those
-    of an engine whose rounds are all for the longest. Requests are retracted on the way.
+    """Each round gets its longest KV, and on a GPU runs the smallest graph for it.
+
+    Texts equal those of an engine whose rounds are all for the longest KV. Some requests are retracted.
     """
     prompts = [prompt[: 20 + 7 * i] for i, prompt in enumerate(held_out("code")[:8])]
     params = SamplingParams(max_new_tokens=120, ignore_eos=True)

@@ -1,5 +1,6 @@
-"""What the compiled module does at the edges of a process: objects without __init__, exit beside daemon threads, second
-interpreters, storage that changes under a call.
+"""The compiled module at the edges of a process.
+
+Objects without __init__, exit with daemon threads running, second interpreters, storage that changes during a call.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def make_engine(target: Any, draft: Draft | None, device: torch.device | str, **
 
 
 def moved(a: Engine, b: Engine, request: Request, count: int) -> Request | None:
-    """The request in the other engine, once it has so many tokens; None where it has ended by then."""
+    """Move a request once it has `count` tokens, and return it in the other engine; None if it has ended by then."""
     for _ in request:
         if len(request.output.tokens) >= count:
             break

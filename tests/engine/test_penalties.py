@@ -55,7 +55,7 @@ def make_engine(name: str, device: torch.device | str = "cpu", **options: Any) -
 
 
 def logits_with(x: torch.Tensor, prompt: list[int], generated: list[int], sampling: SamplingParams) -> torch.Tensor:
-    """What a request asks of its logits [V], token by token."""
+    """Return the logits [V] with all of a request's penalties and biases, token by token."""
     x = x.double()
     for token, bias in (sampling.logit_bias or {}).items():
         x[token] += bias

@@ -266,7 +266,7 @@ def test_chunks_of_any_size_give_the_same_drafts(name: str, device: torch.device
 
 @functools.cache
 def training_head() -> Any:
-    """The head in the code that trained it."""
+    """Return the head in the code that trained it."""
     source = Path(__file__).resolve().parents[2] / "examples" / "tiny"
     sys.path.insert(0, str(source))
     try:
@@ -280,7 +280,7 @@ def training_head() -> Any:
 
 
 def features_of(text: list[int]) -> tuple[Any, torch.Tensor]:
-    """Transformers' own hidden states entering the feature layers, of all positions of a text."""
+    """Return transformers' own hidden states that enter the feature layers, of all positions of a text."""
     model = reference_model()
     layers = feature_layers(config_of_head(Eagle3Head, tiny_model("eagle3")), model.config.num_hidden_layers)
     with torch.inference_mode():
@@ -290,7 +290,7 @@ def features_of(text: list[int]) -> tuple[Any, torch.Tensor]:
 
 
 def drafted_by_training_code(text: list[int], steps: int, topk: int, nodes: int) -> set[tuple[int, ...]]:
-    """The paths (tokens from below the root) of all kept candidates drafted behind a text, recomputed from scratch."""
+    """Recompute the paths (tokens below the root) of all kept candidates that are drafted after a text."""
     embed, features = features_of(text)
     base = torch.tensor([len(text) - 2])
     token, parent, _level, kept = (
@@ -313,8 +313,9 @@ def paths_of(tree: Any, row: int) -> set[tuple[int, ...]]:
 
 
 def in_the_format_of_speculators(folder: Path, **options: Any) -> Path:
-    """The tiny head as that library saves one: the layer's config apart, without its type's defaults, and the feature
-    layers named by what enters them.
+    """Save the tiny head as speculators does.
+
+    The layer's config is apart, without its type's defaults, and feature layers are named by what enters them.
     """
     config = json.loads((tiny_model("eagle3") / "config.json").read_text())
     layer_keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")

@@ -45,7 +45,7 @@ def make_engine(device: torch.device, draft: Draft | None, **options: object) ->
 
 
 def texts_alone(device: torch.device, rng: random.Random) -> list[tuple[RequestOutput, SamplingParams]]:
-    """Decoded without speculation as far as they go, which max_len ends, and how."""
+    """Decode texts without speculation up to max_len; return each with its parameters."""
     prompts = [prompt[: rng.choice([1, 2, rng.randint(1, MAX_LEN - 1)])] for prompt in held_out("code")[:NUM_TEXTS]]
     kinds = [rng.choice([{}, *KINDS]) for _ in prompts]
     params = [SamplingParams(10_000, ignore_eos=True, seed=i, **kind) for i, kind in enumerate(kinds)]
@@ -60,7 +60,7 @@ def any_request(text: RequestOutput, sampling: SamplingParams, rng: random.Rando
 
 
 def cut(tokens: list[int], sampling: SamplingParams) -> tuple[list[int], FinishReason]:
-    """The text of a request, of one that goes on until max_len ends it."""
+    """Cut a text that goes on to max_len where a request's parameters end it; return it and the reason."""
     assert sampling.stop_token_ids is not None
     for count, token in enumerate(tokens, 1):
         if token in sampling.stop_token_ids:
@@ -73,7 +73,7 @@ def cut(tokens: list[int], sampling: SamplingParams) -> tuple[list[int], FinishR
 def check(
     output: RequestOutput, alone: RequestOutput, sampling: SamplingParams, comparison: Comparison, drawn: bool
 ) -> bool:
-    """False where the text is another one because of a draw or margin too close to call."""
+    """Check a request's text. Return False if it differs at a draw or margin that is too close to call."""
     if drawn and sampling.temperature > 0:  # a text of its own
         want, reason = cut(output.tokens, sampling)
         ends = len(output.tokens) == MAX_LEN - len(output.prompt_tokens) or reason != FinishReason.CONTEXT

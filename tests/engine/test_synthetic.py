@@ -28,7 +28,7 @@ def tiny_text() -> SyntheticText:
 
 
 def run(draft: str, accept: float, topk: int, nodes: int, device: torch.device, rank: int = 0) -> float:
-    """The accept length of one long request, whose text is checked."""
+    """Return the accept length of one long request, whose text is checked."""
     config, text = shape_config("tiny"), tiny_text()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = synthetic_causal_lm(config, text, device=device, dtype=dtype)

@@ -38,7 +38,7 @@ class Drafts(NamedTuple):
 
 @functools.cache
 def synthetic_drafts(domain: str, temperature: float) -> Drafts:
-    """A head of published acceptance; its logits divided by a temperature, it is too sure (0.5) or not sure enough."""
+    """Return drafts of a head with published acceptance; a temperature of its logits below 1 makes it overconfident."""
     logits = PublishedAcceptance(domain).logits(TEXT, MOST_CANDIDATES) / temperature
     others = torch.full((TEXT, 1), VOCAB - logits.shape[1]).log()  # of logit 0
     log_p = torch.cat([logits, others], 1).log_softmax(1)[:, :-1]
@@ -108,8 +108,9 @@ def test_a_tree_by_calibrated_scores_accepts_what_a_chain_of_as_many_nodes_does(
     ("size", "domain", "temperature"), [(0, "chat", 1.0), (1, "code", 2.0), (2, "chat", 0.5), (3, "math", 2.0)]
 )
 def test_the_budget_expects_what_comes(size: int, domain: str, temperature: float) -> None:
-    """Over 1000 rounds of the levels that it chooses by the costs of an H200, while drafts are calibrated, behind some
-    that it has learnt from.
+    """Predicted and observed acceptance agree over 1000 rounds, at levels chosen by the costs of an H200.
+
+    Drafts are calibrated meanwhile, and some rounds have been learned from before.
     """
     batch, levels = BATCHES[size], torch.tensor(ROWS[size], dtype=INT)
     limits = torch.tensor([most_nodes(batch, rows, NEEDS) for rows in ROWS[size]], dtype=INT)

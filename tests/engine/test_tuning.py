@@ -125,7 +125,7 @@ def identity(depths: int) -> Tensor:
 
 
 def held_to_the_reference(part: ModelDraft) -> list[int]:
-    """The nodes that each of its rounds learns from."""
+    """Check a draft's calibration against the reference; return the nodes that each of its rounds learns from."""
     learn, counted = part.learn, []
 
     def compare(committed: Committed) -> None:
@@ -196,7 +196,7 @@ TUNED: dict[str, dict[str, Any]] = {}
 
 
 def tuned(name: str) -> dict[str, Any]:
-    """What an engine with this draft had to say behind some requests."""
+    """Return the tuning of an engine with this draft after some requests."""
     if name not in TUNED:
         with closing(make_engine(DRAFTS[name]())) as engine:
             engine.generate(prompts(0, 4), GREEDY)
@@ -259,7 +259,7 @@ def test_names_are_those_of_folders_and_modules() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> Iterator[dict[str, Any]]:
-    """A tuning whose costs no machine would measure."""
+    """Yield a tuning whose costs no machine would measure."""
     with closing(make_engine(DRAFTS["chain"](), adaptive=True)) as engine:
         tuning = engine.tuning
     assert tuning["costs"]["batches"] == [1, 2, 3, 4] and tuning["costs"]["rows"][1] == [2, 3, 4, 6, 8, 10]

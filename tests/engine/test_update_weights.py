@@ -37,7 +37,7 @@ from support.tiny_checkpoint import held_out, target_with_features
 
 
 def folder_with(folder: Path, like: Path, tensors: dict[str, Tensor]) -> Path:
-    """A checkpoint like another one, with these tensors."""
+    """Write a checkpoint like another one, with these tensors."""
     shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -45,7 +45,7 @@ def folder_with(folder: Path, like: Path, tensors: dict[str, Tensor]) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a head with other weights."""
+    """Return folders of a target and a head with other weights."""
     root = tmp_path_factory.mktemp("other")
     target = folder_with(root / "target", TARGET, changed(tensors_of(TARGET)))
     return target, folder_with(root / "eagle3", HEAD, changed(tensors_of(HEAD), seed=1))
@@ -108,7 +108,7 @@ def test_requests_that_run_go_on_with_the_new_weights(other: tuple[Path, Path], 
 def continuations(
     engine: Engine, prompt: list[int], tokens: list[int], sampling: SamplingParams, most: int
 ) -> dict[int, list[int]]:
-    """What the engine makes of the first tokens, for each number of them from 0 to `most`."""
+    """Return the engine's continuations of the first 0 to `most` tokens."""
     counts = range(min(most, len(tokens) - 1) + 1)
     each = [replace(sampling, max_new_tokens=len(tokens) - count) for count in counts]
     outputs = engine.generate([[*prompt, *tokens[:count]] for count in counts], each)
@@ -230,7 +230,7 @@ MARK = {
 
 
 def requantized(folder: Path, like: Path, name: str, weights: dict[str, Tensor]) -> Path:
-    """The checkpoint of other weights, stored as this one is."""
+    """Write other weights in the quantized format of this checkpoint."""
     _, write = FORMATS[name]
     tensors = {}
     for key, tensor in weights.items():

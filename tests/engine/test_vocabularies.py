@@ -94,7 +94,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def translated(target: Path, folder: Path, tokenizer: Any, rows: int) -> Path:
-    """The target's own weights under the ids of another tokenizer: where it shares all tokens, its drafts are right."""
+    """Write the target's weights under the ids of another tokenizer; with all tokens shared, its drafts are right."""
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     own = of_bytes(WORDS)
     shared = shared_tokens(own, model.config.vocab_size, tokenizer, rows)

@@ -1,5 +1,6 @@
-"""Pages behind sliding windows come back: which tables there are, the same texts in pools that are too small for all of
-them, and no page lost.
+"""Pages below sliding windows are given back.
+
+Which page tables there are, equal texts in pools that are too small for all pages, and no page lost.
 """
 
 from __future__ import annotations

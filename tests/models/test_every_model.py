@@ -64,7 +64,7 @@ def own_text(model: Any) -> tuple[list[int], torch.Tensor]:
 
 
 def expect_like(text: RequestOutput, want: tuple[list[int], torch.Tensor], what: str) -> None:
-    """The same tokens, and log-probabilities: of random weights a text alone may be one token over and over."""
+    """Expect the same tokens and log-probabilities: with random weights a text may be one token over and over."""
     tokens, logits = want
     assert list(text.tokens) == tokens and text.logprobs is not None, what
     best = torch.tensor([[logprob for _, logprob in each.top] for each in text.logprobs]).double()

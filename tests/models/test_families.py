@@ -28,7 +28,7 @@ GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 @pytest.fixture
 def module(tmp_path: Path, device: torch.device) -> Any:
-    """A random Qwen2, whose projections have biases."""
+    """Return a random Qwen2, whose projections have biases."""
     folder = save_random_model(tmp_path / "module", "qwen2")
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
 
@@ -182,9 +182,7 @@ class LoudMLP(LlamaMLP):
 
 
 class LoudForCausalLM(LlamaForCausalLM):
-    """A Llama with a class of its own in each layer, whose scores have another factor, and whose layers attend to
-    windows of two lengths.
-    """
+    """A Llama with classes of its own, another factor of the scores, and windows of two lengths."""
 
     config_class = LoudConfig
 
@@ -214,7 +212,7 @@ class Loud(Llama):
 def loud_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """What the module's layers compute, for transformers: softmax over capped scores, causal, in a window."""
+    """Compute causal attention over capped scores in a window, as the module's layers do."""
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     scores = SOFT_CAP * torch.tanh(query @ key.transpose(-1, -2) * SCALE / SOFT_CAP)
@@ -227,7 +225,7 @@ def loud_attention(
 
 @pytest.fixture
 def loud(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A random model of a family that this package does not know; what a test registers goes with it."""
+    """Return a random model of a family that this package does not know; forget what the test registers."""
     monkeypatch.setattr(base, "_FAMILIES", dict(base._FAMILIES))
     AttentionInterface.register("loud", loud_attention)
     AttentionMaskInterface.register("loud", lambda *args, **kwargs: None)

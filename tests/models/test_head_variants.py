@@ -1,5 +1,7 @@
-"""Published variants of EAGLE and EAGLE-3 heads: chains against a forward pass in float64 without pages or rounds, and
-the packaged head written in the layouts that exporters have.
+"""Published variants of EAGLE and EAGLE-3 heads.
+
+Chains are compared with a forward pass in float64 without pages or rounds; the packaged head is written in the layouts
+of exporters.
 """
 
 from __future__ import annotations
@@ -167,7 +169,7 @@ class Reference:
         return self.linear("fc", joined)
 
     def __call__(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What a recursive row reads, and what predicts, of each row [T, H]."""
+        """Return each row's feature for the next step and its normed state, [T, H] each."""
         if self.eagle3:
             feature = self.norm("layers.0.hidden_norm", features)
             x = torch.cat([self.norm("layers.0.input_layernorm", embedded), feature], -1)
@@ -191,7 +193,7 @@ class Reference:
 
     @torch.inference_mode()
     def chain(self, text: list[int]) -> tuple[list[int], float]:
-        """The chain drafted behind a text, and the least margin with which a token of it was chosen."""
+        """Return the chain drafted after a text, and the least margin with which a token of it was chosen."""
         model = reference_model()
         states = model(torch.tensor([text]), output_hidden_states=True).hidden_states  # the last one after the norm
         table = model.get_input_embeddings().weight.double()
@@ -216,7 +218,7 @@ class Reference:
         return chain, margin
 
     def before_norm(self, text: list[int]) -> Tensor:
-        """The state [T, H] that enters the target's final norm."""
+        """Return the states [T, H] that enter the target's final norm."""
         caught: list[Tensor] = []
         norm = reference_model().model.norm
         handle = norm.register_forward_pre_hook(lambda _module, inputs: caught.append(inputs[0][0].double()))
@@ -347,7 +349,7 @@ def tiny_config() -> dict[str, Any]:
 
 
 def of_speculators() -> dict[str, Any]:
-    """The layer apart, with the entries that the library adds."""
+    """Return a config with the layer's part apart, and the entries that speculators adds."""
     config = tiny_config()
     outer = ("architectures", "eagle_config", "draft_vocab_size")
     return {

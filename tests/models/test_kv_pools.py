@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def pools_of_three(dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> KvPools:
-    """Of layers 0 and 2 of one shape, and layer 1 of another."""
+    """Return pools of layers 0 and 2 of one shape, and layer 1 of another."""
     shapes = [KeyValueLayout(2, 64, 64), KeyValueLayout(2, 64, 32, window=5), KeyValueLayout(2, 64, 64)]
     return KvPools.allocate(shapes, 6, 4, dtype, device, [KvScales(2.0**i, 0.5**i) for i in range(3)])
 
@@ -86,7 +86,7 @@ def test_a_path_moves_in_every_layer(dtype: torch.dtype, device: torch.device) -
 
 
 def with_scales(folder: Path, target: Path, scales: dict[str, torch.Tensor], **config: object) -> Path:
-    """A copy of a checkpoint with these tensors and config entries beside its own."""
+    """Write a checkpoint with these tensors and config entries in addition to its own."""
     shutil.copytree(folder, target)
     file = target / "model.safetensors"
     save_file(load_file(file) | scales, file, metadata={"format": "pt"})
@@ -218,7 +218,7 @@ def rounded(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def with_rounded_kv(model: Any, pools: KvPools) -> Any:
-    """The model of transformers, with keys and values rounded as the pools have them."""
+    """Return the model of transformers with keys and values rounded as in the pools."""
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
@@ -248,10 +248,12 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("name", ["tiny", "qwen3"])
 def test_logits_are_those_of_rounded_kv(name: str, implementation: str, folder: Path, device: torch.device) -> None:
-    """Two references. The module itself, with keys and values rounded the same way: float32 rounds a few of them to the
-    other side, each by at most 2^-3 of itself, which is far less than all others together. And the module as it is: a
-    number is off by 2^-4 of itself at most and by a fortieth on average, scores and values add up many, and layers
-    add their errors: a tenth is expected never to be reached.
+    """Compare logits with two references.
+
+    First, the module with keys and values rounded the same way. Float32 rounds a few of them to the other side, each by
+    at most 2^-3 of itself, far less than all others together. Second, the module as it is. An element is off by 2^-4 of
+    itself at most and by a fortieth on average; scores and values sum many, and layers add their errors, so an error of
+    a tenth is never expected.
     """
     source = tiny_model("target") if name == "tiny" else folder
     module = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -329,8 +331,10 @@ def outputs_of(draft: Draft | None, temperature: float, device: torch.device) ->
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_text_is_the_same_with_any_draft(name: str, temperature: float, device: torch.device) -> None:
-    """Rows of a tree are rounded as those of plain decoding are. Sums in another order may round a number to the other
-    side, and that may move a choice between tokens that are nearly as good: one text of ten may part for it.
+    """Rows of a tree are rounded as in plain decoding.
+
+    A sum in another order may round an element to the other side and decide a near tie differently: one text of ten may
+    differ for that.
     """
     key = device.type, temperature
     if key not in PLAIN:

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], object] | None = None, **config: Any) -> Path:
-    """A copy of the folder with other tensors or config entries."""
+    """Copy a folder with other tensors or config entries."""
     shutil.copytree(folder, to)
     text = json.loads((to / "config.json").read_text())
     (to / "config.json").write_text(json.dumps(text | config))
@@ -249,7 +249,7 @@ def test_tied_heads_and_rotations_are_no_fault(tmp_path: Path) -> None:
 
 
 def dflash(tensors: dict[str, Tensor]) -> None:
-    """What such drafters hold: layers, and what reads the target's states, but no embedding and no head."""
+    """Replace tensors by those of a DFlash drafter: layers and a projection of states, no embedding and no head."""
     for name in ("lm_head.weight", "model.embed_tokens.weight"):
         del tensors[name]
     tensors["fc.weight"], tensors["hidden_norm.weight"] = torch.ones(96, 192), torch.ones(96)
@@ -387,7 +387,7 @@ MESSAGE = "generate: prompts[0] is text, expected token ids"
 
 @pytest.fixture
 def with_code(folder: Path, tmp_path: Path) -> Path:
-    """A model whose tokenizer is code of its own, which leaves a file where it ran."""
+    """Write a model whose tokenizer is code of its own, which writes a file when it runs."""
     other = changed(folder, tmp_path / "coded")
     (other / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["code.Own", None]}})
@@ -482,7 +482,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chatting() -> Engine:
-    """The tiny model, whose tokenizer is given a chat template and puts a BOS in front of a text."""
+    """Return the tiny model with a tokenizer that has a chat template and adds a BOS."""
     model = tiny_model("target")
     own = AutoTokenizer.from_pretrained(model, chat_template=TEMPLATE)
     bos = own.bos_token

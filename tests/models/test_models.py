@@ -190,7 +190,7 @@ def target() -> CausalLM:
 
 
 def write_head(folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> Path:
-    """The tiny head's folder with other tensors or config entries."""
+    """Write the tiny head with other tensors or config entries."""
     folder.mkdir()
     text = json.loads((tiny_model("eagle3") / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(text | config))

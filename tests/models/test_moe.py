@@ -236,7 +236,7 @@ def test_the_sigmoid_router_takes_the_best_of_the_best_groups(groups: int, group
 
 
 def stirred(folder: Path) -> Path:
-    """The model with norms, biases, corrections, sinks and routers that differ from number to number."""
+    """Randomize norms, biases, corrections, sinks and routers of a model."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if tensor.dim() == 1 or not tensor.any():
@@ -278,8 +278,9 @@ def test_a_window_of_all_layers(tmp_path: Path, device: torch.device) -> None:
 
 
 def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks [experts, out, in / 32, 16] uint8 and scales [experts, out, in / 32] uint8 of a weight [experts, in, out],
-    and what they stand for.
+    """Quantize a weight [experts, in, out] to MXFP4.
+
+    Return blocks [experts, out, in / 32, 16] uint8, scales [experts, out, in / 32] uint8, and the dequantized weight.
     """
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     rows = weight.mT.unflatten(2, (-1, 32))

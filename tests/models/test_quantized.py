@@ -160,7 +160,7 @@ def test_families_round_what_enters_their_experts(model_type: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "fp8 rows"])
 def test_experts_with_rounded_activations(name: str, tmp_path: Path, device: torch.device) -> None:
-    """Their weights are kept in 8 bits, and the rows that enter each of their products rounded."""
+    """Their weights stay in FP8, and the inputs of each of their GEMMs are quantized."""
     folder, twin = write_model(tmp_path, name, "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[], **EXPERTS)
     model = engine_of(folder, device=device).target
     module = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32).model.layers[0].mlp.experts
@@ -184,7 +184,7 @@ def test_experts_with_rounded_activations(name: str, tmp_path: Path, device: tor
 
 @pytest.mark.parametrize("name", [name for name in ROUNDED if name != "fp8 static"])
 def test_norms_round_for_the_product_behind_them(name: str, tmp_path: Path, device: torch.device) -> None:
-    """Of a layer's four products two find their rows in 8 bits, the very numbers that they would make of others."""
+    """Two of a layer's four GEMMs get FP8 inputs that equal what they would quantize themselves."""
     folder, _ = write_model(tmp_path, name)
     target = engine_of(folder, device=device).target
     layers = target.decoder.layers  # type: ignore[attr-defined]
@@ -204,8 +204,9 @@ def test_norms_round_for_the_product_behind_them(name: str, tmp_path: Path, devi
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_text_does_not_depend_on_drafts(name: str, tmp_path: Path, device: torch.device) -> None:
-    """Rows are rounded one by one: trees, prompts and single tokens have the same scales. The draft is the model itself,
-    through another engine's parts.
+    """Rows are quantized one by one, so those of trees, prompts and single tokens have the same scales.
+
+    The draft is the model itself, in another engine.
     """
     folder, _ = write_model(tmp_path, name, "qwen2", hidden_size=256, num_key_value_heads=1)
     prompts = random_prompts(4)
@@ -241,8 +242,9 @@ def quantized_linear(weight: QuantizedWeight, bias: bool) -> QuantizedLinear:
 def test_rows_of_heads_are_moved_without_a_copy_of_the_weight(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    """Neighbours rotate, 16 of a head's 64 numbers: what the kernel takes as pairs is 32 apart. Nothing is left for a
-    call to make, which a graph would refuse.
+    """A rotation of adjacent pairs, in 16 of a head's 64 elements, permutes the rows of quantized heads at load time.
+
+    The kernel rotates pairs that are 32 apart. No call copies the weight, which a CUDA graph would refuse.
     """
     linears = [
         quantized_linear(int4_weight(outs), bias).to(device) for outs, bias in ((128, True), (64, True), (64, True))

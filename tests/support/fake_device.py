@@ -84,7 +84,7 @@ class Sizes:
 
 
 def token(request_id: int, position: int) -> int:
-    """The token of a request at a position, whatever happens to it: a lost or repeated one is seen."""
+    """Return the token of a request at a position, so that a lost or repeated token is seen."""
     return (request_id * 7919 + position * 104729) % 997
 
 
@@ -97,7 +97,7 @@ def scores_of(tokens: list[int], num_logprobs: int) -> tuple[list[float], list[i
 class Pages:
     """The device's pages: who owns them, and what stands in each row of each.
 
-    A row is known by the tokens up to it, as the last layer of a target would know it, and by the one behind them, too,
+    A row is known by the tokens up to it, as the last layer of a target would know it, and by the next one, too,
     where a draft head has written its own. 0 is what nobody may read.
     """
 
@@ -109,19 +109,19 @@ class Pages:
         self.first_place = sizes.num_slots * sizes.max_pages
 
     def of(self, slot: int) -> dict[int, int]:
-        """The pages of a slot, by their places in its table."""
+        """Return the pages of a slot, by their places in its table."""
         first, entries = slot * self.sizes.max_pages, self.entries
         return {i: entries[first + i] for i in range(self.sizes.max_pages) if first + i in entries}
 
     def cached(self) -> set[int]:
         return {page for entry, page in self.entries.items() if entry >= self.first_place}
 
-    def take(self, slot: int, behind: int, begin: int, end: int) -> None:
-        """Gives back a slot's pages in front of `behind`, and gives it those from `begin` on."""
+    def take(self, slot: int, freed: int, begin: int, end: int) -> None:
+        """Give back a slot's pages before `freed`, and assign it those from `begin` to `end`."""
         first = slot * self.sizes.max_pages
-        self.assign([-1] * behind, [*range(first, first + behind)])
+        self.assign([-1] * freed, [*range(first, first + freed)])
         free = [page for page, owners in enumerate(self.owners) if not owners]
-        for index in range(max(begin, behind), end):
+        for index in range(max(begin, freed), end):
             assert free, "the pool overflows"
             self.entries[first + index] = page = free.pop()
             self.owners[page] = 1
@@ -176,7 +176,7 @@ class Slot:
     finished: bool = False
     left: bool = False  # the scheduler has said so; the slot is held until a record gives it back
     chunks_waited: int = 0
-    behind: int = 0  # rounds at rest that its draft has yet to catch up with
+    backlog: int = 0  # idle rounds that its draft has yet to catch up with
     told: int = 0  # tokens of the text that the executor was told of, where it rules on them
     drafted: int = 0  # rows that the draft has written, too
 
@@ -347,7 +347,7 @@ class Device:
         return again
 
     def step_alone(self) -> bool:
-        """A turn after which the device need not be as the scheduler thinks."""
+        """Run a turn, after which the device may differ from the scheduler's view of it."""
         try:
             return self.scheduler.step()
         finally:
@@ -413,11 +413,11 @@ class Device:
         return len(pages) + lacking
 
     def take_pages(self, slot: Slot, end: int) -> None:
-        """Those of all rows up to `end`, but for what is behind the window of the text so far."""
+        """Assign the pages of all rows up to `end`, but for those below the window of the text so far."""
         sizes, rows = self.sizes, len(slot.text) - 1 if slot.started else slot.rows
-        behind = max(0, rows - sizes.window) // sizes.page_size if sizes.window else 0
+        freed = max(0, rows - sizes.window) // sizes.page_size if sizes.window else 0
         begin, slot.end_page = slot.end_page, max(slot.end_page, -(-end // sizes.page_size))
-        self.pages.take(slot.number, min(behind, slot.end_page), begin, slot.end_page)
+        self.pages.take(slot.number, min(freed, slot.end_page), begin, slot.end_page)
 
     def assign_pages(self, sources: list[int], destinations: list[int]) -> None:
         late, self.needed_apart = self.rng.random() < 0.5, self.needed(0)
@@ -510,7 +510,7 @@ class Device:
         return record[-sizes.num_slots * width :].reshape(sizes.num_slots, width)[: record[1]]
 
     def apply_commands(self) -> list[int]:
-        """The next record; returns the slots of the round."""
+        """Apply the next record of commands, and return the slots of the round."""
         sizes, record = self.sizes, self.commands[self.num_applied % DEPTH]
         self.num_applied += 1
         record[0] = self.num_applied
@@ -650,10 +650,10 @@ class Device:
         sizes, states = self.sizes, [self.slots[slot] for slot in slots]
         drafting = [s for s in states if self.sent[s.request_id].max_nodes != 1]
         if num_rows == CATCH_UP:
-            assert sizes.max_idle_rounds and (self.faults or any(state.behind for state in states))
+            assert sizes.max_idle_rounds and (self.faults or any(state.backlog for state in states))
             self.num_catch_ups += 1
             for state in states:
-                state.behind = 0
+                state.backlog = 0
                 if state in drafting:
                     self.pages.write_text(state.number, state.text, state.drafted, state.rows)
                     state.drafted = state.rows
@@ -661,11 +661,11 @@ class Device:
         budget_levels = sizes.rows[sizes.batch_sizes.index(batch)]
         assert num_rows in budget_levels if drafting or not sizes.plain_rounds else num_rows == batch
         if num_rows > batch:
-            assert not any(state.behind for state in states)
+            assert not any(state.backlog for state in states)
         elif sizes.max_idle_rounds:
             for state in drafting:
-                state.behind += 1
-                assert state.behind <= sizes.max_idle_rounds
+                state.backlog += 1
+                assert state.backlog <= sizes.max_idle_rounds
 
     def check_kv(self, slots: list[int], max_kv_len: int) -> None:
         """Whatever the rounds in flight accepted, which the host does not know, every row and its reserve are there."""

@@ -10,7 +10,7 @@ from specdec_kernels.engine import Engine
 
 
 def expect_nothing_lost(engine: Engine) -> None:
-    """A page is free or cached, never both; and free when the cache is emptied."""
+    """Check that each page is free or cached, never both, and free once the cache is emptied."""
     expect_nothing_left(engine)
     engine.clear_cache()
     expect_nothing_left(engine)

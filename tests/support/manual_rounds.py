@@ -44,7 +44,7 @@ def prompts() -> list[list[int]]:
 
 
 def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget: int = 100) -> list[int]:
-    """What the scheduler does for a request that gets a slot, its first round included, whose token is returned."""
+    """Do what the scheduler does for a request that gets a slot; return the token of its first round."""
     executor, state, rows = engine.core.executor, engine.state, len(text)
     give_back(engine, slot)
     executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
@@ -90,7 +90,7 @@ def slot_state(engine: Engine, slot: int) -> dict[str, Any]:
 
 
 def kv_of(engine: Engine, slot: int) -> torch.Tensor:
-    """The pages a slot holds, in all target layers."""
+    """Return the pages that a slot holds, in all target layers."""
     count = int(engine.state.pool.page_counts[slot])
     pages = engine.state.pool.page_table[slot, :count].long()
     (group,) = engine.target.pools.groups

@@ -18,7 +18,7 @@ def make_engine(folder: Path, **options: Any) -> Engine:
 
 
 def poisoned_folder(folder: Path, to: Path, token: int) -> Path:
-    """The same model with NaN as the embedding of one token."""
+    """Write the same model with NaN as the embedding of one token."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = torch.nan

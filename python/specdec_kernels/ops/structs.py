@@ -55,6 +55,6 @@ def tree_outputs(op: str, name: str, like: Tensor, nodes: int | None, ndim: int 
     """Allocate a tree with as many rows as `like`, of `nodes` nodes (None: as many as `like` has columns)."""
     batch, *columns = shape_of(op, name, like, ndim)
     nodes = max(columns[0] if nodes is None else nodes, 0)  # the op itself refuses a size out of range
-    per_node = [empty(op, like, (batch, nodes), "int32") for _ in range(5)]
+    per_node = {field: empty(op, like, (batch, nodes), "int32") for field in Tree._fields[:5]}
     mask = empty(op, like, (batch, nodes, (nodes + 63) // 64), "int64")
-    return Tree(*per_node, mask, empty(op, like, (batch,), "int32"))
+    return Tree(**per_node, mask=mask, num_nodes=empty(op, like, (batch,), "int32"))

@@ -68,7 +68,7 @@ class OpenCheckpoint:
 
     @property
     def names(self) -> list[str]:
-        """The head's own names of its tensors, of which none is read."""
+        """Return the head's own names of its tensors, without reading any."""
         return [own_name(name, self.prefix) for name in tensor_names(self.folder) if name.startswith(self.prefix)]
 
     @property
