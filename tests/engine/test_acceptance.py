@@ -45,7 +45,7 @@ every_domain = pytest.mark.parametrize("domain", DOMAINS)
 
 
 def log_chances(domain: str, drafter: str, count: int = TEXT, room: int = MOST_CANDIDATES) -> Tensor:
-    """[count, K]: behind a token of the text, the draft's log-probability of the token K ahead; -inf for no candidate."""
+    """Return [count, K]: the draft's log-probability, after a token of the text, of the token K ahead; -inf: no candidate."""
     logits = PublishedAcceptance(domain, drafter).logits(count, room)
     return torch.where(logits == 0, -torch.inf, logits - CERTAIN)
 

@@ -83,10 +83,10 @@ def test_logits_are_the_same_in_any_company(
     # Call by call, so that the logits of a round can be looked at.
     engine = make_engine(name, device, cuda_graph=False, rounds_in_flight=1, kv_dtype=kv_dtype)
     together, texts = logits_of(engine, [0, 1, 2, 3, 4], monkeypatch)
-    for company in ([2], [4, 2, 0], [3, 1]):
-        some, some_texts = logits_of(engine, company, monkeypatch)
-        assert some_texts == [texts[n] for n in company]
-        assert len(some) > 3 * len(company)
+    for batch_mates in ([2], [4, 2, 0], [3, 1]):
+        some, some_texts = logits_of(engine, batch_mates, monkeypatch)
+        assert some_texts == [texts[n] for n in batch_mates]
+        assert len(some) > 3 * len(batch_mates)
         for key, logits in some.items():
             assert torch.equal(logits, together[key]), key
 

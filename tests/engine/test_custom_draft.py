@@ -161,7 +161,7 @@ def test_draft_with_two_methods_drafts(device: torch.device) -> None:
 
         def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
             root = self.state.root_tokens[slots][:, None]
-            return Proposal(Candidates(root, torch.full_like(root, -1), torch.full(root.shape, -1.0).to(root.device)))
+            return Proposal(Candidates(root, torch.full_like(root, -1), torch.full_like(root, -1, dtype=torch.float32)))
 
     outputs = expect_plain_texts(make_engine(Twice(), device, adaptive=False))
     assert sum(output.stats.accepted for output in outputs) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -229,7 +230,7 @@ def test_an_engine_survives_a_failing_callback(device: torch.device) -> None:
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 @pytest.mark.parametrize("name", representative(DRAFTS))
 def test_pools_of_a_share_of_the_memory(name: str) -> None:
-    """What is captured with the small pools for a trial is captured anew with the large ones."""
+    """Rounds that were captured with the trial's small pools are captured again with the large ones."""
     sizes = {"max_len": MAX_LEN, "num_slots": 8, "dtype": torch.float32, "device": "cuda"}
     engine = Engine(TARGET, draft=DRAFTS[name](), mem_fraction=0.5, **sizes)  # type: ignore[arg-type]
     pool = engine.state.pool
@@ -258,6 +259,8 @@ def test_a_trial_takes_all_memory_beside_the_pools(name: str, monkeypatch: pytes
         return fitting
 
     monkeypatch.setattr("specdec_kernels.engine.startup.pages_that_fit", pages)
+    gc.collect()
+    torch.cuda.empty_cache()  # blocks that earlier tests left would be reused in part
     engine = Engine(
         TARGET,
         draft=DRAFTS[name](),

@@ -98,19 +98,19 @@ def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path:
     extend = awake.draft.extend
     awake.draft.extend = lambda slots, committed, *rest: extend(slots, committed._replace(idle=False), *rest)  # type: ignore[method-assign]
     most, (rests, follows) = resting.config.needs.num_nodes, map(model_draft, (resting, awake))
-    behind = 0
+    backlog = 0
 
     def both(slots: list[int], nodes: int) -> None:
-        nonlocal behind
-        if nodes > 1 or behind == MAX_IDLE_ROUNDS:
+        nonlocal backlog
+        if nodes > 1 or backlog == MAX_IDLE_ROUNDS:
             catch_up(resting.draft, torch.tensor(slots, dtype=torch.int32, device=device))
             live = [slot for slot in slots if slot >= 0 and not int(resting.state.finish_reasons[slot])]
             expect_same_state(rests, follows, live)
-            behind = 0
-        behind += nodes == 1
+            backlog = 0
+        backlog += nodes == 1
         assert run_round(resting, slots, nodes) == run_round(awake, slots, nodes)
-        if behind:
-            assert rests.backlog_lens.max() <= behind
+        if backlog:
+            assert rests.backlog_lens.max() <= backlog
 
     def join(slot: int, prompt: int, budget: int = 100) -> None:
         for engine in (resting, awake):
@@ -120,7 +120,7 @@ def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path:
     join(1, 1, budget=9)
     for nodes in (most, 1, most, 1, 1, 1, 2, 1):
         both([0, 1], nodes)
-    join(2, 5)  # between two rounds of rest: it is behind by fewer
+    join(2, 5)  # between two idle rounds: its backlog is smaller
     for nodes in (1, 1, most, most, 1):
         both([1, 2, -1, 0], nodes)
     assert int(resting.state.finish_reasons[1])  # by its budget, amid all this
@@ -272,7 +272,7 @@ def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path:
     engine = make_engine(draft, device, adaptive=True, tuning=tuning, **options)
     round, most = engine.core.executor.round, engine.config.needs.num_nodes
     run, kinds = round.run_target, {"rest": 0, "catch up": 0}
-    behind: dict[int, int] = {}
+    backlog: dict[int, int] = {}
 
     def chosen(slots: Tensor, num_rows: int, max_kv_len: int) -> Any:
         """In place of the budget, which goes by the clock."""
@@ -281,12 +281,12 @@ def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path:
         batch = len(slots)
         rows = rng.choice([batch, batch, batch, 3 * batch // 2, 2 * batch, batch * most])
         nodes, live = 1 if rows == batch else 2, [slot for slot in slots.tolist() if slot >= 0]
-        if max(behind.get(slot, 0) for slot in live) >= (MAX_IDLE_ROUNDS if nodes == 1 else 1):
+        if max(backlog.get(slot, 0) for slot in live) >= (MAX_IDLE_ROUNDS if nodes == 1 else 1):
             catch_up(draft, slots, max_kv_len)
-            behind.update(dict.fromkeys(live, 0))
+            backlog.update(dict.fromkeys(live, 0))
             kinds["catch up"] += 1
         for slot in live if nodes == 1 else ():
-            behind[slot] = behind.get(slot, 0) + 1
+            backlog[slot] = backlog.get(slot, 0) + 1
             kinds["rest"] += 1
         return run(slots, rows, max_kv_len)
 
@@ -452,24 +452,24 @@ def test_a_rest_ends_when_it_has_cost_as_much_as_catching_up() -> None:
     at_rest = 100 + 150 / 16
     lost = at_rest * (2 / 110 * at_rest - 1)
     assert lost < 150 * (1 - 1 / 16) and 2 * lost > 150 * (1 - 2 / 16)
-    assert made.next_level(0, 1, 0, 0) == 1  # nobody is behind: there is nothing to pay
-    assert [made.next_level(0, 1, 0, behind) for behind in (1, 2)] == [0, 1]
+    assert made.next_level(0, 1, 0, 0) == 1  # no draft has a backlog: there is nothing to pay
+    assert [made.next_level(0, 1, 0, backlog) for backlog in (1, 2)] == [0, 1]
     assert made.next_level(0, 1, 0, 16) == 1
 
 
 @pytest.mark.parametrize("catch_up", [1.0, 100.0, 800.0])
 def test_trials_pay_for_catching_up(catch_up: float) -> None:
     """Drafts that are all wrong are tried all the same, and all of it takes 2 % at most."""
-    made, behind, tried, us = budget(catch_up, drafting=100.0), 0, 0, 0.0
+    made, backlog, tried, us = budget(catch_up, drafting=100.0), 0, 0, 0.0
     for _ in range(200):
         made.update_gain(0, 1, [0.0, 0.0], [0.0, 0.0])
     for _ in range(20_000):
-        level = made.next_level(0, 1, 0, behind)
-        if behind and (level or behind == 16):
-            us, behind = us + catch_up, 0
+        level = made.next_level(0, 1, 0, backlog)
+        if backlog and (level or backlog == 16):
+            us, backlog = us + catch_up, 0
         us += 100 + 100 * level
         made.update_cost(0, level, 1, 0, 100.0 + 100.0 * level)
         made.update_gain(0, 1, [0.0, 0.0][: level + 1], [0.0, 0.0][: level + 1])
-        tried, behind = tried + level, 0 if level else behind + 1
+        tried, backlog = tried + level, 0 if level else backlog + 1
     assert tried > 100
     assert us < 1.02 * 20_000 * (100 + catch_up / 16)

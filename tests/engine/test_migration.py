@@ -98,7 +98,7 @@ def expect_nothing_left(engine: Engine) -> None:
 
 @pytest.mark.parametrize("name", representative(DRAFTS))
 def test_texts_are_those_of_who_stays(name: str, device: torch.device) -> None:
-    """In company, with all that a request may ask for, from anywhere in a text; pages are of another size there."""
+    """Requests with all parameters move from any point of their texts, among others, to an engine with another page size."""
     pytest.importorskip("xgrammar")
     options: dict[str, Any] = {"grammars": True, "prefix_cache": True}
     prompts = held_out("code")[: len(PARAMS)]
@@ -184,7 +184,7 @@ def test_rounds_at_rest(device: torch.device) -> None:
 
 @pytest.mark.parametrize("case", ["one table", "two tables"])
 def test_windows(case: str, tmp_path: Path, device: torch.device) -> None:
-    """Pages behind a window are gone, and do not travel."""
+    """Pages below a sliding window have been freed, and are not sent."""
     changes: dict[str, Any] = {"sliding_window": 13}
     kind = "mistral"
     if case == "two tables":
@@ -227,7 +227,7 @@ def test_kv_of_8_bits(tmp_path: Path, device: torch.device) -> None:
 @pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 def test_rows_stay_until_they_are_read(to_host: bool) -> None:
-    """However late the engine that they come to reads them, and whoever asks for memory until then."""
+    """Sent rows stay valid until the other engine reads them, however late, and whatever allocates memory meanwhile."""
     prompt = held_out("code")[0]
     with make_engine(TARGET, eagle3(HEAD), "cuda") as a, make_engine(TARGET, eagle3(HEAD), "cuda") as b:
         (want,) = a.generate([prompt], BASE)

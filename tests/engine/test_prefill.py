@@ -19,7 +19,7 @@ SLOTS = 4
 
 
 def chunks_of(engine: Engine) -> list[Chunk]:
-    """Of three slots, of which the first is behind another prefix; all have pages."""
+    """Return three slots with pages; the first has a longer prefix."""
     chunks = []
     for slot, (start, text) in enumerate(zip((7, 0, 0), (prompts()[5], prompts()[1], prompts()[2]), strict=True)):
         engine.core.executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))

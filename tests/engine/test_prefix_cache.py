@@ -39,7 +39,7 @@ from support.tiny_checkpoint import held_out
 
 # --- the tree
 
-Page = tuple[int, ...]  # all tokens of a prefix, and the one behind it
+Page = tuple[int, ...]  # all tokens of a prefix, and the next one
 
 
 class PrefixCaches(RuleBasedStateMachine):
@@ -177,7 +177,7 @@ def test_a_leak_is_not_what_the_cache_keeps() -> None:
 
 
 def shared_prompts(count: int, rng: random.Random) -> list[list[int]]:
-    """Tails of several lengths behind two beginnings that end amid a page, some twice."""
+    """Tails of several lengths after two prefixes that end within a page, some twice."""
     first, second, *others = held_out("code")[:20]
     starts = first[:37], second[:22]
     prompts = [[*rng.choice(starts), *rng.choice(others)[: rng.choice([1, 2, 5, 11])]] for _ in range(count - 3)]

@@ -117,7 +117,7 @@ def expect_pieces(pieces: list[NewTokens], request: Request) -> None:
 
 
 def test_pieces_come_in_order() -> None:
-    """To whoever looks, from whatever thread, while the request runs, and once it has ended."""
+    """Any thread may read a request while it runs and after its end."""
     with make_engine() as engine, ThreadPoolExecutor(24) as pool:
         requests = [engine.submit(*pair) for pair in zip(prompts(), params(), strict=True)]
         readers = [(request, pool.submit(list, request)) for request in requests for _ in range(3)]
@@ -537,7 +537,7 @@ def test_an_interrupt_behind_the_submission(num_known: int | None) -> None:
 
 
 def test_close_while_others_submit_lists() -> None:
-    """All of a list or none of it; whoever has one sees its end."""
+    """All requests of a list start, or none; each that started ends."""
     for delay in (0.0, 0.002, 0.01):
         engine = make_engine("none", num_slots=3)
 
@@ -745,7 +745,7 @@ for case in (read, wait, drop, daemon_waits, daemons_submit_and_read, at_once, r
 
 
 def test_processes_end_with_requests_running() -> None:
-    """Whoever waits for them, in a fork of the engine's process, too, which says that it cannot use the engine."""
+    """Waiting readers get the error; in a fork of the engine's process, it says that a fork cannot use the engine."""
     done = subprocess.run([sys.executable, "-c", CASES], capture_output=True, text=True, timeout=300)
     names = ["read", "wait", "drop", "daemon_waits", "daemons_submit_and_read", "at_once", "raises"]
     want = [*names, "tokens: 7", "others_are_waited_for", "fork"]

@@ -61,7 +61,7 @@ def test_a_stalled_slot_waits_unchanged_and_recovers(name: str, device: torch.de
     num_free, stalled_rounds = engine.state.pool.num_free, 0
     free = int(num_free[0])
     for turn in range(12):
-        # From round 2 to 7 the pool is empty: whoever needs another page stalls.
+        # From round 2 to 7 the pool is empty: a slot that needs another page stalls.
         if turn == 2:
             free = int(num_free[0])
             num_free[0] = 0
@@ -86,7 +86,7 @@ def test_a_stalled_slot_waits_unchanged_and_recovers(name: str, device: torch.de
 
 @every_draft
 def test_empty_rows_change_nothing(name: str, device: torch.device) -> None:
-    """Between, before and behind the others, also where the last slot is at work."""
+    """Empty rows may be anywhere in a batch, also when the last slot runs."""
     want_engine, engine = (make_engine(name, device, num_slots=5) for _ in range(2))
     for slot in (0, 4):
         begin(want_engine, slot, prompts()[slot])
@@ -410,7 +410,7 @@ def test_one_step_of_drafting(device: torch.device, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 def test_memsets_of_a_captured_round_become_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of words of any size, at odd addresses, before and behind other nodes."""
+    """Fills write words of any size at odd addresses, and leave nodes before and after alone."""
     scratch = torch.zeros(300_000, dtype=torch.uint8, device="cuda")
     parts = [scratch[1:4], scratch[16 : 16 + 130_001], scratch[200_000:200_256].view(torch.int32), scratch[-1:]]
     launch = Round.launch

@@ -62,7 +62,7 @@ def distribution(prompt: list[int], sampling: SamplingParams) -> dict[tuple[int,
 def test_texts_have_the_distribution_of_the_target(
     device: torch.device, number: int, top_k: int, temperature: float
 ) -> None:
-    """Chi-square of the tokens behind the first one: one with drafts behind it, and two in a block or behind one."""
+    """Chi-square of the tokens after the first: one followed by drafts, and two in a block or after one."""
     count, prompt = 1500, held_out("code")[number][:30]
     engine = make_engine(device, steps=2, num_slots=100)
     params = [

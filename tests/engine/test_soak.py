@@ -1,6 +1,6 @@
-"""Many requests through a pool that is too small for them: each ends as it would alone, and nothing is left behind.
+"""Many requests through a pool that is too small for them: each ends as it would alone, and no page is lost.
 
-SPECDEC_SOAK=20000 pytest -m soak makes a long soak of it: so many requests in all, shared by the tests of this file.
+SPECDEC_SOAK=20000 pytest -m soak runs 20000 requests in all, shared by the tests of this file.
 """
 
 from __future__ import annotations

@@ -203,11 +203,11 @@ def test_rounds_beside_a_prefill_are_no_full_ones() -> None:
     """Two requests whose prompts are read one after the other: the first has a round in between."""
     clock = rounds.RoundClock(batch=2)
     running, end = FinishReason.RUNNING, FinishReason.LENGTH
-    told = [
+    arrivals = [
         (0.0, 0, 1, running), (1.0, 0, 3, running), (5.0, 1, 1, running),  # the second's first token
         (6.0, 0, 2, running), (6.0, 1, 4, running), (7.0, 0, 3, running), (7.0, 1, 5, running),
         (8.5, 0, 1, running), (8.5, 1, 2, running), (9.0, 0, 1, end), (9.0, 1, 2, running),
     ]  # fmt: skip
-    for at, index, count, reason in told:
+    for at, index, count, reason in arrivals:
         clock.arrivals.append((at, NewTokens(index, [7] * count, reason)))
     assert clock.full_rounds() == ([1.0, 1.5], [8, 3])

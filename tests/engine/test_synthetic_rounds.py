@@ -26,12 +26,12 @@ NEEDS = Needs(num_nodes=48, accept_width=WIDTH, num_steps=WIDTH - 1)
 
 
 class Drafts(NamedTuple):
-    """What is said behind each token of a text whose tokens are 0, 1, 2, ...: [TEXT, K], best first."""
+    """Drafts after each token of a text whose tokens are 0, 1, 2, ...: [TEXT, K], best first."""
 
     tokens: Tensor
     logprobs: Tensor
 
-    def behind(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def after(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
         at = tokens.long() % TEXT
         return self.tokens[at, :k].contiguous(), self.logprobs[at, :k].contiguous()
 
@@ -54,11 +54,11 @@ class Drafted(NamedTuple):
 
 def draft(drafts: Drafts, roots: Tensor, k: int, num_steps: int, num_nodes: int, table: Tensor | None) -> Drafted:
     lens = torch.zeros(len(roots), dtype=INT)
-    given = drafts.behind(roots, k)
+    given = drafts.after(roots, k)
     candidates, frontier = sd.expand_root(*given, lens, num_steps, calibration=table)
     tokens = frontier.tokens
     for step in range(2, num_steps + 1):
-        given = drafts.behind(tokens, k)
+        given = drafts.after(tokens, k)
         tokens = sd.expand_tree(*given, step, candidates, frontier, lens, calibration=table).tokens
     scores = torch.empty(len(roots), num_nodes)
     tree = sd.build_tree(candidates, roots, lens, num_nodes, out_scores=scores)

@@ -145,7 +145,7 @@ def held_to_the_reference(part: ModelDraft) -> list[int]:
 def test_rows_without_a_round_teach_nothing() -> None:
     """Empty, finished and stalled ones; a round of a node each, neither."""
     engine = make_engine(DRAFTS["tree"]())
-    engine.generate(prompts(0, 4), SamplingParams(8, ignore_eos=True))  # leaves drafts behind
+    engine.generate(prompts(0, 4), SamplingParams(8, ignore_eos=True))  # leaves drafts in the slots
     (part,) = calibrated_parts(engine.draft)
     assert part.calibration is not None
     before, state, round = copy.deepcopy(part.calibration), engine.state, engine.core.executor.round

@@ -69,7 +69,7 @@ def test_texts_are_those_of_a_fresh_engine(
         after = texts(engine)
         assert after == texts(fresh) != before
         assert engine.stats().cached_tokens == 2 * fresh.stats().cached_tokens  # nothing is found of what was there
-        # And back, in two parts, of which the second is read from the first engine's own checkpoint.
+        # And back, in two parts; the second is read from the first engine's own checkpoint.
         whole = tensors_of(TARGET)
         names = sorted(whole)
         engine.update_weights({key: whole[key] for key in names[::2]})

@@ -62,7 +62,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("case", [*CASES, *EXPERTS])
 @torch.inference_mode()
 def test_logits_and_states_are_those_of_the_module(case: str, device: torch.device) -> None:
-    """Of a prompt, and of two tokens behind it that do not see each other."""
+    """Return logits of a prompt, and of two tokens after it that do not see each other."""
     module = random_module(case)
     layers = (1, 0, 3, 2)
     options = ModelOptions(

@@ -25,7 +25,7 @@ from support.tiny_random_models import NATIVE, NO_SMALL, tiny_config, tiny_model
 
 MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PLAIN_TEXT_DECODERS})
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-LENGTH = 14  # tokens of a text, behind a prompt that is longer than windows and chunks
+LENGTH = 14  # tokens of a text, after a prompt that is longer than windows and chunks
 LIKELIEST = 4  # tokens whose log-probabilities are compared at each place
 DRAFTS = ("plain", "n-gram", "itself", "another")
 ERROR = 1e-3  # of them, beside the spread of the logits
@@ -36,7 +36,7 @@ Every model type that transformers {version} makes a causal language model of, a
 our layers run, which are given text alone: each tried as a tiny random checkpoint in float32. What opens gives the text
 of transformers' own `generate`, plain, with trees of the n-gram index and with a standalone draft of its own type.
 *Native*: our layers run it. *Transformers*: its own modules run it, with our paged
-tree attention behind transformers' attention interface. `Engine(implementation="auto")` takes the first where there is
+tree attention registered in transformers' attention interface. `Engine(implementation="auto")` takes the first where there is
 one. This page is written by `PYTHONPATH=tests python tests/models/test_every_model.py`, and the test holds it to what it finds.
 
 {works} types work; the others are refused before the first token, for the reason given.

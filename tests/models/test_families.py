@@ -63,7 +63,7 @@ def test_merged_products_share_their_weights_with_the_modules(bias: bool) -> Non
         assert part.weight is parameter and parameter.requires_grad
         torch.testing.assert_close(part(x), old(x))
     with torch.no_grad():
-        parts[1].weight.fill_(7)  # as whoever updates a model's weights in place
+        parts[1].weight.fill_(7)  # as an in-place update of a model's weights does
     assert (whole.weight[6:8] == 7).all() and not whole.weight.requires_grad
     again = fused(*parts)
     assert again.weight.data_ptr() == whole.weight.data_ptr() and torch.equal(again.weight, whole.weight)

@@ -348,7 +348,7 @@ def test_a_module_is_as_it_was_where_the_engine_fails(
 
 
 def test_files_are_those_that_an_index_names(tmp_path: Path) -> None:
-    """And no others that lie beside them, of which some hold no tensors at all."""
+    """Other files of the folder are not read; some hold no tensors."""
     torch.save({"fc.weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     torch.save({"step": 7}, tmp_path / "training_args.bin")
     torch.save({"optimizer": torch.ones(3)}, tmp_path / "optimizer.bin")
@@ -563,7 +563,7 @@ def test_an_index_says_which_file_has_a_tensor(tmp_path: Path) -> None:
 
 
 def test_what_transformers_keeps_in_float32_stays_in_it(tmp_path: Path) -> None:
-    """The routers of ERNIE 4.5, of which 16 bits would choose other experts."""
+    """ERNIE 4.5's routers stay in float32: in 16 bits they would choose other experts."""
     other = save_random_model(tmp_path / "x", "ernie4_5_moe")
     model = Engine(other, max_len=64, device="cpu", dtype=torch.bfloat16).target.model
     module = AutoModelForCausalLM.from_pretrained(other, dtype=torch.bfloat16)

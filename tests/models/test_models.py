@@ -95,7 +95,7 @@ def test_sliding_windows(model_type: str, algorithm: str, tmp_path: Path, device
 
 @pytest.mark.parametrize("algorithm", ["ngram", "eagle3", "standalone", "union"])
 def test_sliding_windows_with_accepted_drafts(algorithm: str, tmp_path: Path, device: torch.device) -> None:
-    """The trained model behind windows that it was not trained with: its own text, in which drafts are accepted."""
+    """The trained model with windows that it was not trained with gives its own text, and accepts drafts."""
     folder = shutil.copytree(tiny_model("target"), tmp_path / "target")
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 24}

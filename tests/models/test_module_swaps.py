@@ -166,7 +166,7 @@ def test_what_stands_in(model_type: str, want: dict[str, int], device: torch.dev
 
 
 def test_products_follow_the_parameters_of_their_modules() -> None:
-    """Another engine may merge the weights of a module: no copy stays behind."""
+    """Another engine may fuse the weights of a module: no copy of them remains."""
     model = tiny_model("llama", **NATIVE)
     options = ModelOptions(max_len=32, num_pages=4, page_size=8, dtype=torch.float32, device=torch.device("cpu"))
     general = open_language_model(model, options, "transformers")

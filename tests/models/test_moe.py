@@ -48,7 +48,7 @@ def experts(number: int, hidden: int, inner: int, dtype: torch.dtype, device: to
 
 
 def routes(rows: int, number: int, taken: int, device: torch.device) -> Routing:
-    """Of so many experts, the last two of which nobody takes."""
+    """Return a layer with this many experts; no row takes the last two."""
     chosen = torch.rand(rows, number - 2, device=device).topk(taken).indices
     return routing_of(chosen, torch.rand(rows, taken, device=device), number)
 
@@ -219,15 +219,15 @@ def test_the_softmax_router_takes_the_most_probable(device: torch.device) -> Non
 def test_the_sigmoid_router_takes_the_best_of_the_best_groups(groups: int, groups_taken: int, normalised: bool) -> None:
     weight, correction, x = torch.randn(12, 16), torch.randn(12), torch.randn(6, 16)
     chosen = SigmoidRouter(weight, correction, 3, groups, groups_taken, normalised, 1.5)(x)
-    likings = (x.double() @ weight.double().T).sigmoid()
-    corrected = (likings + correction).tolist()
+    scores = (x.double() @ weight.double().T).sigmoid()
+    corrected = (scores + correction).tolist()
     size = 12 // groups
     for row, experts_of_row in enumerate(chosen.topk_ids.tolist()):
         best_two = {g: sum(sorted(corrected[row][g * size : (g + 1) * size])[-2:]) for g in range(groups)}
         best = sorted(best_two, key=best_two.__getitem__)[-groups_taken:]
         allowed = [expert for expert in range(12) if expert // size in best]
         assert set(experts_of_row) == set(sorted(allowed, key=corrected[row].__getitem__)[-3:])
-        shares = likings[row, experts_of_row]
+        shares = scores[row, experts_of_row]
         shares = 1.5 * (shares / shares.sum() if normalised else shares)
         torch.testing.assert_close(chosen.topk_weights[row].double(), shares, rtol=1e-5, atol=1e-6)
 

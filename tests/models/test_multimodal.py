@@ -1,4 +1,4 @@
-"""Models with more senses than text, on text alone: their text part by our layers, against their own forward pass."""
+"""Multimodal models on text: their text decoder by our layers, against their own forward pass."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def int32(values: Any, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_logits_are_those_of_the_module(case: str, device: torch.device) -> None:
-    """Of a prompt, and of two tokens behind it that do not see each other."""
+    """Return logits of a prompt, and of two tokens after it that do not see each other."""
     module = tiny(case)
     assert implementation_of(config_of(module), 64) == "native"
     text, ends = torch.randint(20, VOCAB, (30,)).tolist(), [7, 9]
@@ -106,7 +106,7 @@ def test_checkpoints_load_under_the_names_that_they_have(case: str, tmp_path: Pa
             assert isinstance(engine.target, CausalLM)
             output = engine.generate(prompt, SamplingParams(10, ignore_eos=True))[0]
             assert list(output.tokens) == want
-            # Nothing of the other senses takes memory.
+            # Modules of other modalities take no memory.
             numbers = sum(parameter.numel() for parameter in engine.target.model.parameters())
             of_text = {p for part in (module.get_decoder(), module.lm_head) for p in part.parameters()}
             assert numbers == sum(parameter.numel() for parameter in of_text)

@@ -110,7 +110,7 @@ def test_language_models_beside_other_senses(name: str, model_type: str, tmp_pat
     text = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    prompts = [torch.randint(20, 150, (length,)).tolist() for length in (5, 19)]  # behind Mistral 3's image token
+    prompts = [torch.randint(20, 150, (length,)).tolist() for length in (5, 19)]  # above Mistral 3's image token
     with engine_of(tmp_path, Ngram(num_nodes=9), device=device) as engine:
         assert engine.config.implementation == "native"
         assert isinstance(engine.target.model.get_decoder().layers[0].self_attn.q_proj, QuantizedLinear)
@@ -329,7 +329,7 @@ def test_rows_of_zeros_and_large_numbers() -> None:
 @pytest.mark.parametrize("ins", [96, 256, 768])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_numbers_of_4_bits_are_what_they_were(ins: int, shuffled: bool, device: torch.device) -> None:
-    """Whatever order they are kept in, and whoever multiplies."""
+    """Columns in any order give the same result, by either kernel."""
     groups = max(ins // 128, 1)
     numbers, zeros = (torch.randint(16, (32, n), dtype=torch.uint8) for n in (ins, groups))
     scales = torch.rand(32, groups).half()

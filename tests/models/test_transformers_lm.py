@@ -117,7 +117,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
 
 def test_rotations_of_one_layer_type_that_change_with_the_length() -> None:
-    """Up to the length behind which they change they are plain ones, as long as nothing looks for that length."""
+    """Rotations that change after a length are plain ones up to it, as long as no code looks for the length."""
     model = tiny_model(
         "gemma3_text", rope_parameters={"full_attention": LONGROPE, "sliding_attention": PLAIN}, eos_token_id=None
     )

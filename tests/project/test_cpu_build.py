@@ -86,7 +86,7 @@ class OnCuda:
         return 2, 0
     def __dlpack__(self, **_):
         capsule = self.array.__dlpack__()
-        ctypes.c_int32.from_address(get_pointer(capsule, b"dltensor") + 8).value = 2  # device type, behind the data
+        ctypes.c_int32.from_address(get_pointer(capsule, b"dltensor") + 8).value = 2  # device type, after the data
         return capsule
 
 logits, ids, logprobs = (OnCuda(np.zeros((2, 4), dtype)) for dtype in (np.float32, np.int32, np.float32))

@@ -173,7 +173,7 @@ def test_reference_of_the_command_line_is_what_help_says() -> None:
 
 
 def test_changelog_has_this_version_first() -> None:
-    """Behind what is not released yet, if anything."""
+    """Return the newest release in the changelog, after an unreleased part, if any."""
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[versions[0] == "Unreleased"] == (ROOT / "VERSION").read_text().strip()
 

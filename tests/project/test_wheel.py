@@ -206,15 +206,15 @@ def torch_for(tag: str, release: str) -> Path:
     here = importlib.util.find_spec("torch")
     folders = [] if here is None or here.origin is None else [str(Path(here.origin).parents[1])]
     for folder in map(Path, [*folders, *filter(None, os.environ.get("SPECDEC_TORCHES", "").split(":"))]):
-        told = (folder / "torch" / "version.py").read_text()
-        if f"__version__ = '{release}." in told and list((folder / "torch").glob(f"_C.cpython-{tag[2:]}-*")):
+        version_file = (folder / "torch" / "version.py").read_text()
+        if f"__version__ = '{release}." in version_file and list((folder / "torch").glob(f"_C.cpython-{tag[2:]}-*")):
             return folder
     pytest.skip(f"there is no torch {release} for {tag} here (SPECDEC_TORCHES names folders of others)")
 
 
 @pytest.mark.parametrize("release", ["2.10", "2.11", "2.12", "2.13"])
 def test_ops_run_with_torch(wheel: Path, python: Path, release: str) -> None:
-    """Behind the wheel on the path, so that the specdec_kernels under test is the wheel's."""
+    """Return site-packages, to follow the wheel on the path, so that the wheel's specdec_kernels is under test."""
     folder = torch_for(wheel.name.split("-")[2], release)
     program = f"""
 import sys

@@ -110,7 +110,7 @@ class Device:
         self.rng.setstate(before[1])
 
     def is_right(self, b: int, ahead: int) -> bool:
-        """Whether the draft is that follows so many accepted ones."""
+        """Return whether the draft that follows this many accepted ones is accepted."""
         if self.wrong_each:
             return (self.lengths[b] + ahead + 1) % self.wrong_each > 0
         return self.rng.random() < self.rate
@@ -152,7 +152,7 @@ def test_every_size_is_measured_and_counts_as_no_round() -> None:
     assert costs is not None and costs.batches == [1, 2, 3]
     assert costs.rows == [[batch * nodes for nodes in NODES] for batch in (1, 2, 3)]
     assert costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2, 3)]
-    assert set(device.measured) == {*NODES}  # rounds of requests, of which nothing is left
+    assert set(device.measured) == {*NODES}  # rounds of dummy requests, which leave no state
     assert device.scheduler.times == (0,) * 8 and device.scheduler.rounds_by_rows == [[0] * len(NODES)] * 3
     again = Device(lambda batch, nodes: 1.0, 0.5, batch=3)
     again.scheduler.set_costs(costs)

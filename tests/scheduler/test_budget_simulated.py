@@ -207,7 +207,7 @@ def test_a_clock_that_stands_still_says_nothing() -> None:
 
 @pytest.mark.parametrize("requests", [1, 5, 8])
 def test_a_row_for_each_of_the_batch_is_plain_decoding(requests: int) -> None:
-    """Whoever is absent, its row is nobody's draft; of more rows those who are there have the more."""
+    """The row of an absent request is no draft; those who are present share its rows."""
     budget = Machine(1, us_of).budget
     assert budget.expected_tokens(1, 0, requests) == 1
     assert budget.expected_tokens(1, 1, requests) == 1 + min(ROWS[1][1] / requests - 1, WIDTH - 1)

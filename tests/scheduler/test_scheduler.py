@@ -162,7 +162,7 @@ def test_retraction_and_return() -> None:
 
 
 def test_priorities_order_the_queue() -> None:
-    """And nothing else: who has the slot keeps it, whoever comes."""
+    """Priority orders the queue only: a running request keeps its slot."""
     device = Device(Sizes(num_slots=1, batch_sizes=(1,)))
     device.priorities = [5, 5, 0, 5, -3, 0, 9]
     device.submit([1], 9)
@@ -189,7 +189,7 @@ def test_who_does_not_fit_holds_up_lower_priorities() -> None:
 
 
 def test_the_lowest_priority_is_retracted() -> None:
-    """Not the newest; and it is back before others of its priority, behind those of a higher one."""
+    """The newest of the lowest priority is retracted; it resumes before others of its priority, after higher ones."""
     sizes = Sizes(num_slots=2, num_pages=8, page_size=4, max_len=24, reserve=6, accept_width=4, batch_sizes=(1, 2))
     device = Device(sizes)
     device.priorities = [1, 0, 1, 0]
@@ -230,7 +230,7 @@ def test_a_request_that_cannot_begin_in_time_never_does() -> None:
 
 @pytest.mark.parametrize("rounds_in_flight", [1, 2])
 def test_a_request_ends_with_its_time(rounds_in_flight: int) -> None:
-    """Wherever it is: with a slot, or retracted, or behind others. What came until then it has; nobody else is touched."""
+    """A request may be cancelled while it runs, waits or is retracted; it keeps its tokens, and others are unaffected."""
     sizes = Sizes(num_slots=2, num_pages=300, max_len=1000, accept_width=1, rounds_in_flight=rounds_in_flight)
     device = Device(Sizes(**{**sizes.fields, "batch_sizes": (1, 2), "rows": [[4], [8]]}))
     device.timeouts = [0, 20_000_000, 20_000_000]
@@ -248,7 +248,7 @@ def test_a_request_ends_with_its_time(rounds_in_flight: int) -> None:
 
 
 def test_a_window_of_a_text_beyond_the_pool() -> None:
-    """What is behind the window counts no more: all run, and are retracted only where windows do not fit side by side."""
+    """Pages below the window are free: all requests run, and one is retracted only if the windows do not fit together."""
     sizes = Sizes(num_slots=3, num_pages=16, max_len=400, window=7, prefill_chunk=6)
     assert sizes.pages(sizes.max_len) == 5 and sizes.pages(sizes.max_len, started=True) == 5
     device = Device(sizes)
@@ -297,7 +297,7 @@ def test_prompts_share_a_call() -> None:
 def test_a_round_behind_a_pass_knows_of_those_before() -> None:
     """They are read while the device is at the pass."""
     device = Device(Sizes(rounds_in_flight=2, accept_width=1, batch_sizes=(1, 2, 3)))
-    device.submit([1] * 4, 9, [token(0, 6)])  # ends with the second round behind its first one
+    device.submit([1] * 4, 9, [token(0, 6)])  # ends with the second round after its first one
     rows: list[list[int]] = []
     check_rows = device.check_rows
     device.check_rows = lambda slots, batch: (rows.append(slots), check_rows(slots, batch))  # type: ignore[method-assign]
@@ -452,7 +452,7 @@ def test_idle_and_unknown() -> None:
 
 @pytest.mark.parametrize("fault", ["progress", "record"])
 def test_a_device_that_is_gone(fault: str) -> None:
-    """It cannot say how far it came, or no launch succeeds: all requests end, those to come too, and are told why."""
+    """If progress is unknown or no launch succeeds, all requests end with the error, later ones too."""
     device = Device(Sizes())
     for _ in range(5):
         device.submit([1], 9)
@@ -581,7 +581,7 @@ def test_who_is_submitted_together_joins_together() -> None:
 
 
 def test_run_waits_for_work_and_goes_on_after_exceptions() -> None:
-    """What its requests are told is told once; what nobody is told comes out."""
+    """An error is delivered once: to its requests, or to the caller if it has none."""
     device = Device(Sizes())
     device.driven = True
     raised: list[str] = []

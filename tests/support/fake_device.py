@@ -177,7 +177,7 @@ class Slot:
     left: bool = False  # the scheduler has said so; the slot is held until a record gives it back
     chunks_waited: int = 0
     backlog: int = 0  # idle rounds that its draft has yet to catch up with
-    told: int = 0  # tokens of the text that the executor was told of, where it rules on them
+    notified: int = 0  # tokens of the text that the executor has got, for a constrained request
     drafted: int = 0  # rows that the draft has written, too
 
     @property
@@ -459,7 +459,7 @@ class Device:
             assert request_id == self.waiting()[0], "by priority, and first come, first served"
         rows, first = len(cached) * self.sizes.page_size, slot * self.sizes.max_pages
         assert not cached or (self.sizes.prefix_cache and rows < len(text)), "the root's row is left to prefill"
-        state = self.slots[slot] = Slot(slot, request_id, list(text), rows, drafted=rows, told=len(text))
+        state = self.slots[slot] = Slot(slot, request_id, list(text), rows, drafted=rows, notified=len(text))
         state.end_page = len(cached)
         self.pages.assign(cached, [*range(first, first + len(cached))])
         self.pages.expect_text(slot, text, rows)
@@ -562,8 +562,8 @@ class Device:
         assert [self.slots[slot] for _, slot, _ in requests] == constrained, "rounds before have been read"
         for row, slot, tokens in requests:
             state = self.slots[slot]
-            assert self.drafted[row] == slot and tokens == state.text[state.told :]
-            state.told = len(state.text)
+            assert self.drafted[row] == slot and tokens == state.text[state.notified :]
+            state.notified = len(state.text)
         self.may_fail("constrain", *(state.request_id for state in going_on))
 
     def finish(self, batch: int, num_rows: int, max_kv_len: int) -> None:
@@ -646,7 +646,7 @@ class Device:
             assert self.needed(1) + pages > sizes.num_pages or first.cancelled, "who fits is admitted"
 
     def check_drafting(self, slots: list[int], batch: int, num_rows: int) -> None:
-        """Whoever drafts is up to date, and nobody rests for longer than there is room for."""
+        """Check that drafting slots have no backlog, and that no backlog exceeds its limit."""
         sizes, states = self.sizes, [self.slots[slot] for slot in slots]
         drafting = [s for s in states if self.sent[s.request_id].max_nodes != 1]
         if num_rows == CATCH_UP:
@@ -698,9 +698,9 @@ class Device:
         if not was_finished:
             drafts = not rests and (not self.sizes.draft_can_idle or sent.max_nodes != 1)
             self.pages.expect_text(state.number, state.text, state.rows, drafts)
-        if count and not was_finished:  # a tree, of which a path is kept; at the end nobody tidies it up
-            for behind in range(0 if is_first else self.sizes.reserve):
-                self.pages.write(state.number, state.rows + behind, 0)
+        if count and not was_finished:  # a tree; its accepted path is compacted, except at the end
+            for extra in range(0 if is_first else self.sizes.reserve):
+                self.pages.write(state.number, state.rows + extra, 0)
             if not state.finished:
                 rows = state.rows + len(new)
                 self.pages.write_text(state.number, state.text + new, state.rows, rows, not rests)

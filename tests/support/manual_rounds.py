@@ -64,7 +64,7 @@ def give_back(engine: Engine, slot: int) -> None:
 
 
 def run(engine: Engine, slots: list[int], num_nodes: int | None = None) -> dict[int, list[int]]:
-    """One round, of all nodes or so many for each, or a first one; the new tokens of each slot named."""
+    """Run a round of all nodes or of `nodes` for each, or a first round; return the new tokens of each slot."""
     num_rows = len(slots) * (num_nodes or engine.config.needs.num_nodes)
     if num_nodes == _C.FIRST_ROUND:
         num_rows = num_nodes

@@ -11,12 +11,12 @@ from typing import Any
 
 from specdec_kernels.engine import Engine
 
-LET_GO = 0.1  # seconds in which whoever asks the loop to stand still gets there
+LET_GO = 0.1  # seconds within which a thread that pauses the loop gets there
 
 
 @contextmanager
 def rounds_held(engine: Engine, after: int = 0) -> Iterator[None]:
-    """Within, an engine on the CPU launches so many rounds more, and another one when its loop is to stand still."""
+    """Limit an engine on the CPU to this many more rounds, and one more when its loop is paused."""
     launch, paused = engine.core.executor.launch, engine.core.threads.paused
     let_go, numbers = threading.Event(), itertools.count()
 

@@ -40,7 +40,7 @@ struct Span {
   int begin, end;
 };
 
-// Return the tokens visible to some of the `count` query rows from `first_row` on, of which at least one must exist.
+// Return the tokens visible to some of the `count` query rows from `first_row` on. At least one must exist.
 __device__ __forceinline__ Span span_of(const TreeAttentionParams& p, const DevicePlan& plan, const Request& r,
                                         int first_row, int count) {
   if (p.mask != nullptr && p.window == INT64_MAX) return {0, r.end};

@@ -6,7 +6,7 @@
 // tiles of 16 rows than fill the GPU and long KV, several clusters share a tile; the last one to store its partial
 // result in the workspace writes the rows.
 //
-// A block has four producer warps, of which two may dequantize, and four consumer warps, or eight for 128 rows. Grid:
+// A block has four producer warps (two may dequantize) and four consumer warps, or eight for 128 rows. Grid:
 // [sharing_clusters x cluster_blocks, KV heads, requests x row_tiles]. Two blocks fit on an SM, with half of its shared
 // memory each, so that the next call's blocks start while this one's run and look up what to copy first; blocks of 128
 // rows take a whole SM. Traffic: the KV of each request once per row tile.
