@@ -80,9 +80,10 @@ def takes_old_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for old in arguments.keys() & kwargs.keys():
-            warnings.warn(f"{name}: {old} is deprecated, use {arguments[old]}", DeprecationWarning, stacklevel=2)
-            kwargs[arguments[old]] = kwargs.pop(old)
+        for old, new in arguments.items():
+            if old in kwargs:
+                warnings.warn(f"{name}: {old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
         return function(*args, **kwargs)
 
     return call
