@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect exhaustive cases that neither -m nor a node id asks for; on a GPU, those of the CPU alone."""
+    """Deselect exhaustive cases that neither -m nor a node id asks for; on a GPU, deselect those of the CPU alone."""
     if config.option.markexpr:
         return
     named = [(Path(file).resolve(), test) for file, _, test in (arg.partition("::") for arg in config.args) if test]

@@ -203,7 +203,7 @@ def verify_work(sampling: str) -> Work:
     return CASES["verify_tree"].make(CPU, params)
 
 
-def test_baselines_are_empty_without_a_gpu() -> None:
+def test_baselines_without_gpu_are_empty() -> None:
     assert baselines.module("torch", CPU) is None
     assert [other.name for other in verify_work("greedy").others] == ["torch"]
     assert not verify_work("top_p").others
@@ -262,7 +262,7 @@ def test_baselines_of_tree_attention(nodes: int, page_size: int, kv: str, others
     assert len(work.packages) == others
 
 
-def test_that_run_leaves_out_a_failing_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_skips_failing_baseline(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise RuntimeError("no such page size")
 

@@ -177,7 +177,7 @@ def test_bench_engines_drafts_ngrams_from_prompts_alone(tmp_path: Path, capsys: 
     plain, ngram = json.loads(file.read_text())["results"]
     assert plain["error"] is None and ngram["error"] is None
     assert ngram["params"]["accept"] == "quotes of 4 to 24" and ngram["params"]["nodes"] == 12
-    assert 1.5 < ngram["facts"]["accept_length"] < 8  # neither nothing is found nor all
+    assert 1.5 < ngram["facts"]["accept_length"] < 8  # some n-grams are found, not all
     report = importlib.import_module("specdec_kernels.bench.report.report").report(
         {"here": json.loads(file.read_text())}
     )
@@ -196,7 +196,7 @@ def test_quoting_prompts_quote_the_answer() -> None:
         quoted = [token for token in request.prompt[:-lead] if token in piece]
         assert quoted == sorted(quoted, key=piece.index) and set(quoted) <= set(request.answer)
         if length >= 100:
-            assert 0.6 * 60 < len(quoted) < 60  # the rest is what comes between
+            assert 0.6 * 60 < len(quoted) < 60  # the rest is between the quotes
     assert engine_comparison.quoting(text, piece, 90) == engine_comparison.quoting(text, piece, 90)
 
 
@@ -210,12 +210,12 @@ def test_runs_of_batches_use_no_ngram_text_twice() -> None:
     answers = [request.answer for runs in batches for waves in runs[1:] for wave in waves for request in wave]
     assert [len(answer) for answer in answers] == [10] * 4 + [20] * 4 + [10] * 4 + [20] * 4
     first = [request.answer for runs in batches for wave in runs[0] for request in wave]
-    assert [len(answer) for answer in first] == [20] * 8  # counts for nothing, and is of the other text
+    assert [len(answer) for answer in first] == [20] * 8  # does not count, and belongs to the other text
     assert not {token for answer in first for token in answer} & set(text.other_order.tolist())
     tokens = [token for answer in answers for token in answer]
     assert len(tokens) == len(set(tokens))
     chains = engine_comparison.runs_of_batches(sizes, text, "chain")
-    assert chains[0][0] is chains[0][2] and len(chains[0]) == 3  # the same texts, since nothing is looked up
+    assert chains[0][0] is chains[0][2] and len(chains[0]) == 3  # the same texts, since there is no n-gram lookup
 
 
 def test_bench_engines_names_an_engine_that_exceeds_the_limit(

@@ -1,4 +1,4 @@
-"""Adapters merged at load: the text is that of a model whose weights were adapted by hand."""
+"""Adapters merged at load: the text is that of a model with weights adapted by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loaded(folder: Path) -> Any:
 
 
 def save_adapter(folder: Path, base: Path | str | None, tensors: dict[str, Tensor], **config: Any) -> Path:
-    """As PEFT lays it out."""
+    """Save an adapter in PEFT's layout."""
     folder.mkdir()
     values = LORA | {"base_model_name_or_path": base and str(base)} | config
     (folder / "adapter_config.json").write_text(json.dumps(values))
@@ -45,7 +45,7 @@ def save_adapter(folder: Path, base: Path | str | None, tensors: dict[str, Tenso
 
 
 def matrices(path: str, weight: Tensor, rank: int = 4) -> dict[str, Tensor]:
-    """Of a linear module [out, in], large enough to change texts."""
+    """Return LoRA matrices of a linear [out, in], large enough to change texts."""
     out, width = weight.shape
     return {f"{path}.lora_A.weight": torch.randn(rank, width) / 8, f"{path}.lora_B.weight": torch.randn(out, rank)}
 
@@ -62,7 +62,7 @@ def expect_text_of(want: Any, *engines: Engine) -> None:
 
 
 @pytest.mark.parametrize("stabilised", [False, True])
-def test_the_text_is_that_of_the_adapted_model(stabilised: bool, base: Path, tmp_path: Path) -> None:
+def test_adapter_gives_text_of_adapted_model(stabilised: bool, base: Path, tmp_path: Path) -> None:
     model = loaded(base)
     weights = weights_of(model, "self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
     tensors = {name: t for path, weight in weights.items() for name, t in matrices(path, weight).items()}
@@ -77,8 +77,8 @@ def test_the_text_is_that_of_the_adapted_model(stabilised: bool, base: Path, tmp
     expect_text_of(model, Engine(base, adapter=adapter, **options), Engine(adapter, draft=Ngram(), **options))
 
 
-def test_every_part_of_a_module(base: Path, tmp_path: Path) -> None:
-    """Ranks and alphas of some modules, magnitudes of rows, an embedding, and a module that was trained whole."""
+def test_merge_adapter_applies_every_kind_of_tensor(base: Path, tmp_path: Path) -> None:
+    """Ranks and alphas per module, DoRA magnitudes, an embedding, and a module saved in full."""
     want, got = loaded(base), loaded(base)
     weights = weights_of(want, "mlp.up_proj", "self_attn.k_proj", "self_attn.o_proj")
     (up, up_weight), (key, key_weight), (out, out_weight) = weights.items()
@@ -111,7 +111,7 @@ def test_every_part_of_a_module(base: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_16_bit_weights_are_rounded_once(base: Path, tmp_path: Path) -> None:
+def test_merge_adapter_rounds_16_bit_weights_once(base: Path, tmp_path: Path) -> None:
     model = loaded(base).bfloat16()
     ((path, weight),) = weights_of(model, "mlp.gate_proj").items()
     tensors = matrices(path, weight)
@@ -120,14 +120,14 @@ def test_16_bit_weights_are_rounded_once(base: Path, tmp_path: Path) -> None:
     assert ((weight.float() - want).abs() <= want.abs() * 2**-8).all()
 
 
-def test_the_tokenizer_of_an_adapter_goes_first(base: Path, tmp_path: Path) -> None:
+def test_engine_prefers_tokenizer_of_adapter(base: Path, tmp_path: Path) -> None:
     (path, weight), *_ = weights_of(loaded(tiny_model("target")), "mlp.up_proj").items()
     adapter = save_adapter(tmp_path / "lora", tiny_model("target"), matrices(path, weight))
     AutoTokenizer.from_pretrained(tiny_model("target"), chat_template="one").save_pretrained(adapter)
     assert Engine(adapter, max_len=64, device="cpu").tokenizer.chat_template == "one"
 
 
-# --- what is refused
+# --- refusals
 
 
 def q_proj(model: nn.Module) -> dict[str, Tensor]:
@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Tensor]], dict[str, Any], str
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_not_merged_exactly_is_refused(kind: str, base: Path, tmp_path: Path) -> None:
+def test_merge_adapter_refuses_inexact_merges(kind: str, base: Path, tmp_path: Path) -> None:
     tensors, config, words = REFUSED[kind]
     model = loaded(base)
     adapter = save_adapter(tmp_path / "lora", base, tensors(model), **config)
@@ -187,7 +187,7 @@ def test_what_is_not_merged_exactly_is_refused(kind: str, base: Path, tmp_path: 
     assert str(error.value) == f"adapter: {adapter} {words}"
 
 
-def test_a_tied_weight_is_refused(tmp_path: Path) -> None:
+def test_merge_adapter_refuses_tied_weights(tmp_path: Path) -> None:
     base = save_random_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
     head = matrices("lm_head", torch.empty(VOCAB, 96))
     adapter = save_adapter(tmp_path / "lora", base, head)
@@ -199,7 +199,7 @@ def test_a_tied_weight_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_what_an_adapter_is_given_beside(base: Path, tmp_path: Path) -> None:
+def test_engine_refuses_adapter_without_base_model(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "lora", None, q_proj(loaded(base)))
 
     def refusal(model: Any, **options: Any) -> str:
@@ -230,7 +230,7 @@ def test_what_an_adapter_is_given_beside(base: Path, tmp_path: Path) -> None:
     )
 
 
-def test_pickled_weights(base: Path, tmp_path: Path) -> None:
+def test_merge_adapter_reads_pickled_weights(base: Path, tmp_path: Path) -> None:
     want, got = loaded(base), loaded(base)
     adapter = save_adapter(tmp_path / "lora", base, q_proj(want))
     merge_adapter(want, adapter)

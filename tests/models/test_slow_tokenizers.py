@@ -1,4 +1,4 @@
-"""Folders whose tokenizer has no fast file: vocabulary and merges alone, or one that is Python throughout."""
+"""Checkpoints whose tokenizer has no fast file: vocabulary and merges alone, or pure Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = "the cab"
 
 
 def merges(folder: Path) -> int:
-    """As Qwen2's and GPT-2's were published first; the number of tokens."""
+    """Write vocabulary and merges, as Qwen2 and GPT-2 were first published; return the number of tokens."""
     vocab = {token: i for i, token in enumerate([*LETTERS, "Ġt", "he", "Ġthe", "<|end|>"])}
     (folder / "vocab.json").write_text(json.dumps(vocab))
     (folder / "merges.txt").write_text("#version: 0.2\nĠ t\nh e\nĠt he\n")
@@ -28,7 +28,7 @@ def merges(folder: Path) -> int:
 
 
 def python(folder: Path) -> int:
-    """Bytes, by code of transformers, and no file of tokens."""
+    """Write a byte tokenizer that is code of transformers, without a vocabulary file."""
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer", "extra_ids": 125}))
     return 384
 
@@ -64,7 +64,7 @@ def text_of(model: str, draft: Draft | None) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts(kind: str, tmp_path: Path) -> None:
+def test_engine_text_with_slow_tokenizer(kind: str, tmp_path: Path) -> None:
     model = model_of(kind, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt = tokenizer(PROMPT)["input_ids"]
@@ -75,6 +75,6 @@ def test_texts(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("target", "draft"), [("merges", "python"), ("python", "merges"), ("words", "python")])
-def test_drafts_between_them(target: str, draft: str, tmp_path: Path) -> None:
+def test_standalone_draft_with_slow_tokenizers(target: str, draft: str, tmp_path: Path) -> None:
     model, small = model_of(target, tmp_path), model_of(draft, tmp_path)
     assert text_of(model, Standalone(small, num_steps=2, topk=2, num_nodes=4)) == text_of(model, None)

@@ -1,4 +1,4 @@
-"""allocate_nodes against a plain sort, exact: what is chosen, and what other budgets would have brought."""
+"""allocate_nodes against a plain sort, exact: chosen nodes and the expected gain of every budget level."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check(device: torch.device, scores: torch.Tensor, budget: int, **named: torc
 
 
 def falling(batch: int, nodes: int, levels: int = 0) -> torch.Tensor:
-    """Path scores, with a few values only if `levels` says so; some rows end early."""
+    """Return falling path scores, drawn from `levels` values if given; some rows end early."""
     steps = torch.randint(0, 3, (batch, nodes)) / levels if levels else torch.rand(batch, nodes) ** 3
     steps[:, 0] = 0
     scores = -steps.cumsum(1)
@@ -39,7 +39,7 @@ def falling(batch: int, nodes: int, levels: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.sanitize
-def test_by_hand(device: torch.device) -> None:
+def test_allocate_nodes_of_a_worked_example(device: torch.device) -> None:
     scores = torch.tensor([[0, -0.1, -3.0, -4.0], [0, -0.1, -0.2, -3.0], [0, -1.0, -1.0, -torch.inf]])
     got = check(device, scores, 7, budget_levels=torch.tensor([3, 5, 9, 99], dtype=INT))
     assert got.num_nodes.tolist() == [2, 3, 2] and got.cu_seqlens.tolist() == [0, 2, 5, 7]
@@ -54,7 +54,7 @@ def test_by_hand(device: torch.device) -> None:
     assert capped.num_nodes.tolist() == [2, 3, 2] and capped.cuts.tolist() == [pytest.approx(-0.1), -torch.inf]
 
 
-def test_who_has_finished_or_is_stalled_gets_nothing(device: torch.device) -> None:
+def test_allocate_nodes_skips_finished_and_stalled_slots(device: torch.device) -> None:
     reasons, status = torch.tensor([0, 1, 0, 0], dtype=INT), torch.tensor([0, 0, 3, 2], dtype=INT)
     got = check(device, torch.zeros(4, 5), 12, finish_reasons=reasons, status=status)
     assert got.num_nodes.tolist() == [5, 0, 0, 5]
@@ -63,7 +63,7 @@ def test_who_has_finished_or_is_stalled_gets_nothing(device: torch.device) -> No
 
 
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 256), (3, 5), (64, 32), (256, 256), (300, 200)])
-def test_matches_a_sort(device: torch.device, batch: int, nodes: int) -> None:
+def test_allocate_nodes_matches_sort(device: torch.device, batch: int, nodes: int) -> None:
     for levels in (0, 7):
         scores = falling(batch, nodes, levels)
         budget = int(torch.randint(batch, batch * nodes + 2, ()))
@@ -78,7 +78,7 @@ def test_matches_a_sort(device: torch.device, batch: int, nodes: int) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_lists(device: torch.device, data: st.DataObject) -> None:
+def test_allocate_nodes_of_random_lists_matches_sort(device: torch.device, data: st.DataObject) -> None:
     batch, nodes = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 9))
     row = st.lists(
         st.sampled_from([0.0, -0.0, 0.5, -1.0, -1.5, -1e-40, -200.0, -torch.inf]), min_size=nodes, max_size=nodes
@@ -101,14 +101,14 @@ def test_any_lists(device: torch.device, data: st.DataObject) -> None:
     assert list(got.num_nodes) == list(got.cu_seqlens.diff())
 
 
-def test_a_larger_budget_takes_more_of_each(device: torch.device) -> None:
+def test_allocate_nodes_grows_with_budget_in_every_request(device: torch.device) -> None:
     scores = falling(6, 20, 5).to(device)
     taken = torch.stack([sd.allocate_nodes(scores, budget).num_nodes for budget in range(6, 121)])
     assert bool((taken.diff(dim=0) >= 0).all()) and bool((taken.diff(dim=0).sum(1) <= 1).all())
 
 
 @pytest.mark.sanitize
-def test_what_is_no_sorted_list_stays_in_bounds(device: torch.device) -> None:
+def test_allocate_nodes_of_unsorted_scores_stays_in_bounds(device: torch.device) -> None:
     wild = torch.tensor([torch.nan, torch.inf, -torch.inf, 3.0, -1.0, -2.0])
     for _ in range(20):
         scores = wild[torch.randint(0, 6, (7, 9))]
@@ -139,7 +139,7 @@ SCORES = torch.zeros(2, 3)
     ],
     ids=["budget", "dtype", "nodes", "too many", "few slots", "max_nodes", "limits", "slots", "budget_levels"],
 )  # fmt: skip
-def test_messages(change: dict[str, Any], message: str) -> None:
+def test_allocate_nodes_error_messages(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         sd.allocate_nodes(**({"scores": SCORES, "budget": 5} | change))
     assert str(error.value) == message

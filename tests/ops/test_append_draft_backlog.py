@@ -1,4 +1,4 @@
-"""append_draft_backlog against its reference, which keeps row by row."""
+"""append_draft_backlog against its row-by-row reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ints(low: int, high: int, *shape: int) -> torch.Tensor:
 def inputs(
     batch: int, accept_width: int, num_nodes: int, ring: int, width: int | None, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Of more slots than requests, some of which are empty rows."""
+    """Return arguments with more slots than requests; some rows are empty."""
     num_slots = batch + 3
     slots = torch.randperm(num_slots)[:batch].int()
     slots[::4] = -1
@@ -61,7 +61,7 @@ def check(device: torch.device, given: dict[str, Any]) -> None:
         (9, 4, 4, 16, 0, torch.float32),  # features without columns: tokens alone
     ],
 )
-def test_matches_reference(
+def test_append_draft_backlog_matches_reference(
     batch: int,
     accept_width: int,
     num_nodes: int,
@@ -72,26 +72,26 @@ def test_matches_reference(
 ) -> None:
     given = inputs(batch, accept_width, num_nodes, ring, width, dtype)
     check(device, given)
-    check(device, given)  # behind those
+    check(device, given)  # after the rows of the first call
 
 
 @pytest.mark.sanitize
-def test_packed_rows(device: torch.device) -> None:
-    """As many nodes for each as there are; whoever has none keeps nothing."""
+def test_append_draft_backlog_of_packed_rows_matches_reference(device: torch.device) -> None:
+    """Requests have 0 to 4 nodes; a request without nodes appends nothing."""
     counts = torch.tensor([1, 0, 4, 2, 0])
     given = inputs(5, 3, 4, 4, 6, torch.float32)
     given["slots"] = None
     given["num_valid"].fill_(2)
     ends = torch.cat([torch.zeros(1), counts.cumsum(0)]).to(INT)
-    given |= {"features": torch.randn(9, 6), "cu_seqlens_q": ends}  # two rows are nobody's
+    given |= {"features": torch.randn(9, 6), "cu_seqlens_q": ends}  # two rows belong to no request
     before = given["backlog_lens"].clone()
     check(device, {name: value for name, value in given.items() if value is not None})
     assert (given["backlog_lens"] - before).tolist() == [2, 0, 2, 2, 0, 0, 0, 0]
 
 
 @pytest.mark.sanitize
-def test_packed_features_without_columns(device: torch.device) -> None:
-    """They are features still: a request without nodes appends nothing."""
+def test_append_draft_backlog_skips_requests_without_nodes_if_features_are_empty(device: torch.device) -> None:
+    """Features without columns still count as features: a request without nodes appends nothing."""
     given = inputs(2, 3, 4, 4, None, torch.float32)
     given |= {"slots": torch.arange(2).int(), "cu_seqlens_q": torch.tensor([0, 0, 4]).to(INT)}
     given |= {"features": torch.zeros(4, 0), "backlog_features": torch.zeros(5, 4, 0)}
@@ -102,7 +102,7 @@ def test_packed_features_without_columns(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_wild_numbers_stay_in_bounds(device: torch.device) -> None:
+def test_append_draft_backlog_of_out_of_range_values_stays_in_bounds(device: torch.device) -> None:
     wild = torch.tensor([-1, -(2**31), 2**31 - 1], dtype=INT)
     ring = torch.zeros(3, 4, 2, device=device)
     arguments = [
@@ -138,7 +138,7 @@ def test_wild_numbers_stay_in_bounds(device: torch.device) -> None:
         ({"cu_seqlens_q": torch.zeros(2, dtype=INT)}, "append_draft_backlog: cu_seqlens_q has shape [2], expected [batch + 1=3]"),
     ],
 )  # fmt: skip
-def test_refuses(change: dict[str, Any], message: str, device: torch.device) -> None:
+def test_append_draft_backlog_error_messages(change: dict[str, Any], message: str, device: torch.device) -> None:
     arguments = inputs(2, 3, 4, 8, 6, torch.float32) | change
     there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     with pytest.raises(ValueError) as error:

@@ -1,4 +1,4 @@
-"""apply_commands: records in order, each once, whatever they hold."""
+"""apply_commands: records are applied in order, each once, whatever they hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specdec_kernels.engine.device.rings import Rings
 from specdec_kernels.reference import round as reference
 
 INT = torch.int32
-R, M, B, DEPTH = 5, 3, 4, 3  # slots, stop tokens, most rows, records
+R, M, B, DEPTH = 5, 3, 4, 3  # slots, stop tokens, largest batch, records
 
 
 def state_of(device: torch.device | str = "cpu", slots: int = R, stops: int = M) -> sd.SlotState:
@@ -32,7 +32,7 @@ def record(
     given_back: list[int] | None = None,
     sizes: tuple[int, int, int] = (R, M, B),
 ) -> torch.Tensor:
-    """Behind the activations named stand others, which are none."""
+    """Return a record; the entries after the given activations hold garbage, which must be ignored."""
     num_slots, stops, batch = sizes
     active, gone = activated or [], given_back or []
     words = torch.full((2 + batch + num_slots * (14 + stops),), -1, dtype=INT)
@@ -50,7 +50,7 @@ def record(
 
 
 def rings_of(records: torch.Tensor, state: sd.SlotState, batch: int = B) -> Rings:
-    """Rings with these records of commands, one or several."""
+    """Return rings whose commands are the given record or records."""
     records = records if records.ndim == 2 else records[None]
     rings = Rings.create(state, max_batch=batch, accept_width=1, num_levels=0, top_n=-1, depth=len(records))
     rings.commands.copy_(records)
@@ -64,8 +64,8 @@ def expect_same(got: sd.SlotState, want: sd.SlotState) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(("slots", "stops", "batch"), [(R, M, B), (1, 0, 1), (300, 70, 300), (700, 20, 600)])
-def test_records_in_order(device: torch.device, slots: int, stops: int, batch: int) -> None:
-    """Round the ring and on; rows are free once they are applied."""
+def test_apply_commands_applies_records_in_order(device: torch.device, slots: int, stops: int, batch: int) -> None:
+    """The ring wraps around; a record's entry is free once the record is applied."""
     sizes = (slots, stops, batch)
     want = state_of(slots=slots, stops=stops)
     got = copied(want, device)
@@ -87,8 +87,8 @@ def test_records_in_order(device: torch.device, slots: int, stops: int, batch: i
 
 
 @pytest.mark.parametrize(("max_batch", "num_slots", "max_stops", "words"), [(1, 1, 0, 17), (4, 5, 3, 91)])
-def test_words_of_a_record(max_batch: int, num_slots: int, max_stops: int, words: int) -> None:
-    """As csrc/round/records.h describes them: 2, slots, those given back, 13 and stop tokens for each to activate."""
+def test_apply_commands_reads_record_layout(max_batch: int, num_slots: int, max_stops: int, words: int) -> None:
+    """The layout of csrc/round/records.h: 2 words, slots, released slots, 13 words and stop tokens per activation."""
     assert (
         _C.command_words(max_batch, num_slots, max_stops)
         == words
@@ -96,7 +96,7 @@ def test_words_of_a_record(max_batch: int, num_slots: int, max_stops: int, words
     )
 
 
-def test_a_slot_given_back_and_activated_at_once(device: torch.device) -> None:
+def test_apply_commands_releases_and_activates_a_slot_in_one_record(device: torch.device) -> None:
     state = state_of(device)
     rings = rings_of(record([2], [2], [2]), state)
     seq_len = int(rings.commands[0, 2 + B + R + 1])
@@ -104,8 +104,8 @@ def test_a_slot_given_back_and_activated_at_once(device: torch.device) -> None:
     assert int(state.seq_lens[2]) == seq_len and int(state.status[2]) == 0
 
 
-def test_status_survives_activation(device: torch.device) -> None:
-    """Prefill may have set it."""
+def test_apply_commands_keeps_status_on_activation(device: torch.device) -> None:
+    """Prefill may have set the status already."""
     state = state_of(device)
     state.status[1] = sd.Status.BAD_LENGTH
     before = state.status.clone()
@@ -113,8 +113,8 @@ def test_status_survives_activation(device: torch.device) -> None:
     assert torch.equal(state.status, before) and int(state.finish_reasons[1]) == 0
 
 
-def test_a_slot_without_pages_does_not_start(device: torch.device) -> None:
-    """Its prefill was written nowhere, and pages that it gets later would hide that."""
+def test_apply_commands_does_not_start_slot_without_pages(device: torch.device) -> None:
+    """Its prefill wrote no KV; pages that it gets later would hide that."""
     state = state_of(device)
     state.status[1] = sd.Status.STALLED
     rings_of(record([1], [1]), state).apply_commands(state)
@@ -122,7 +122,7 @@ def test_a_slot_without_pages_does_not_start(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("bad", [R, -2, 2**31 - 1, -(2**31)])
-def test_slots_out_of_range_change_nothing(device: torch.device, bad: int) -> None:
+def test_apply_commands_ignores_slots_out_of_range(device: torch.device, bad: int) -> None:
     state = state_of(device)
     before, rings = copied(state), rings_of(record([bad], [bad], [bad]), state)
     rings.apply_commands(state)
@@ -131,8 +131,7 @@ def test_slots_out_of_range_change_nothing(device: torch.device, bad: int) -> No
 
 
 @pytest.mark.parametrize("count", [-(2**31), -1, 0, R + 1, 2**31 - 1])
-def test_any_count_of_activations(device: torch.device, count: int) -> None:
-    """As many as there is room for, or none."""
+def test_apply_commands_accepts_zero_to_all_activations(device: torch.device, count: int) -> None:
     want = state_of()
     got = copied(want, device)
     words = record([], [3, 1, -5, 0, 2])
@@ -142,7 +141,7 @@ def test_any_count_of_activations(device: torch.device, count: int) -> None:
     expect_same(got, want)
 
 
-def test_any_count_names_a_record(device: torch.device) -> None:
+def test_apply_commands_wraps_any_record_count(device: torch.device) -> None:
     state = state_of(device)
     for count in (-1, -(2**63), 2**63 - 1, 2**31 - 1):
         rings = rings_of(torch.stack([record([3])] * DEPTH), state)
@@ -152,7 +151,7 @@ def test_any_count_names_a_record(device: torch.device) -> None:
         assert int(rings.commands[count % 2**64 % DEPTH, 0]) == ((count + 1 + 2**31) % 2**32) - 2**31
 
 
-def test_the_clock_goes_forward(device: torch.device) -> None:
+def test_apply_commands_clock_increases(device: torch.device) -> None:
     state = state_of(device)
     rings = rings_of(torch.stack([record([])] * DEPTH), state)
     times = []
@@ -174,7 +173,7 @@ def test_the_clock_goes_forward(device: torch.device) -> None:
     ],
     ids=["words", "depth", "dtype", "seeds", "status", "counter"],
 )  # fmt: skip
-def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
+def test_apply_commands_error_messages(change: dict[str, torch.Tensor], message: str) -> None:
     state = state_of()
     rings = rings_of(record([]), state)
     for name, tensor in change.items():
@@ -188,7 +187,7 @@ def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_what_the_device_cannot_reach() -> None:
+def test_apply_commands_refuses_memory_the_device_cannot_reach() -> None:
     state = state_of("cuda")
     rings = rings_of(record([]), state)
     rings.commands = record([])[None]

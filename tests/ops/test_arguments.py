@@ -1,4 +1,4 @@
-"""The tensor boundary itself: what may be passed, what is refused, and in which words."""
+"""The tensor boundary of all ops: accepted arguments, refused ones, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def best_two(logits: Any, **keywords: Any) -> list[list[int]]:
 
 
 class OldProducer:
-    """A tensor type from before DLPack 1.0: `__dlpack__` knows no max_version."""
+    """A tensor type older than DLPack 1.0: `__dlpack__` has no max_version."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -40,7 +40,7 @@ class OldProducer:
 
 
 class NewProducer(OldProducer):
-    """One that takes max_version and records it."""
+    """A tensor type whose `__dlpack__` takes max_version and records it."""
 
     asked: Any = None
 
@@ -80,11 +80,11 @@ class Subclass(torch.Tensor):
     ],
     ids=["tensor", "requires_grad", "Parameter", "Buffer", "Subclass", "numpy", "old-dlpack", "new-dlpack"],
 )
-def test_accepts(logits: Any) -> None:
+def test_boundary_accepts_dlpack_tensors(logits: Any) -> None:
     assert best_two(logits) == BEST
 
 
-def test_types_beyond_those_that_are_remembered() -> None:
+def test_boundary_accepts_more_types_than_its_cache_holds() -> None:
     for i in range(12):
         kind = type(f"Subclass{i}", (torch.Tensor,), {})
         assert best_two(LOGITS.clone().as_subclass(kind)) == BEST
@@ -92,29 +92,29 @@ def test_types_beyond_those_that_are_remembered() -> None:
     assert best_two(LOGITS) == BEST
 
 
-def test_asks_for_dlpack_1_3() -> None:
+def test_boundary_requests_dlpack_1_3() -> None:
     producer = NewProducer(LOGITS)
     best_two(producer)
     assert producer.asked == (1, 3)
 
 
-def test_read_only_input_is_fine() -> None:
+def test_boundary_accepts_read_only_inputs() -> None:
     array = LOGITS.numpy().copy()
     array.flags.writeable = False
     assert best_two(array) == BEST
 
 
-def test_libraries_may_be_mixed() -> None:
+def test_boundary_accepts_tensors_of_several_libraries() -> None:
     ids, logprobs = np.empty((2, 2), np.int32), np.empty((2, 2), np.float32)
     sd.select_topk(LOGITS, 2, out=sd.TopK(ids, logprobs))
     assert ids.tolist() == BEST
 
 
-def test_stream_keyword_on_cpu() -> None:
+def test_stream_keyword_is_ignored_on_cpu() -> None:
     assert best_two(LOGITS, stream=0) == best_two(LOGITS, stream=12345) == BEST
 
 
-def test_a_size_of_one_has_any_stride() -> None:
+def test_boundary_ignores_strides_of_dimensions_of_size_one() -> None:
     one = torch.zeros(4, 7)[:, :1].t()  # [1, 4], strides (1, 7)
     with pytest.raises(ValueError, match="is not contiguous in its last dimension"):
         sd.select_topk(one, 1)
@@ -127,7 +127,7 @@ def test_a_size_of_one_has_any_stride() -> None:
 
 
 @pytest.mark.parametrize(("value", "name"), [(3, "int"), ("x", "str"), ([1.0], "list"), (None, "NoneType")])
-def test_non_tensor_at_the_boundary(value: object, name: str) -> None:
+def test_boundary_refuses_non_tensors(value: object, name: str) -> None:
     with pytest.raises(TypeError) as error:
         _C.noop1(None, value)
     assert str(error.value) == (
@@ -135,7 +135,7 @@ def test_non_tensor_at_the_boundary(value: object, name: str) -> None:
     )
 
 
-def test_non_tensor_through_ops() -> None:
+def test_ops_refuse_non_tensors_by_name() -> None:
     with pytest.raises(TypeError) as error:
         sd.select_topk([[1.0]], 1)
     assert str(error.value) == "select_topk: logits is a list, expected a tensor"
@@ -173,7 +173,7 @@ def a_tree() -> sd.Tree:
     ],
     ids=["tree", "out", "topk", "candidates", "trees", "accepted", "state", "temperature", "stream", "pool"],
 )  # fmt: skip
-def test_what_is_no_tensor_or_struct_is_named(call: Any, message: str) -> None:
+def test_ops_name_arguments_of_wrong_types(call: Any, message: str) -> None:
     with pytest.raises(TypeError) as error:
         call()
     assert str(error.value) == message
@@ -216,35 +216,35 @@ def test_what_is_no_tensor_or_struct_is_named(call: Any, message: str) -> None:
         ("free_pages", (None, LOGITS), "2 arguments, expected 6"),
     ],
 )
-def test_wrong_numbers_at_the_boundary(function: str, arguments: tuple[Any, ...], message: str) -> None:
+def test_compiled_op_refuses_wrong_numbers(function: str, arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(TypeError) as error:
         getattr(_C, function)(*arguments)
     assert str(error.value) == f"{function}: {message}"
 
 
-def test_an_op_takes_no_keywords_at_the_boundary() -> None:
+def test_compiled_op_refuses_keywords() -> None:
     with pytest.raises(TypeError, match="takes no keyword arguments"):
         _C.noop1(None, a=LOGITS)
 
 
-def test_foreign_tensor_needs_its_outputs() -> None:
+def test_op_of_foreign_tensors_requires_outputs() -> None:
     with pytest.raises(TypeError) as error:
         sd.select_topk(OldProducer(LOGITS), 2)
     assert str(error.value) == ("select_topk: cannot allocate outputs like OldProducer, expected out to be passed")
 
 
-def test_a_producer_that_raises_is_heard() -> None:
+def test_boundary_propagates_errors_of_dlpack_producers() -> None:
     with pytest.raises(BufferError, match=r"^on strike$"):
         best_two(RaisingProducer(LOGITS))
 
 
-def test_a_producer_that_returns_something_else() -> None:
+def test_boundary_refuses_producers_that_return_no_capsule() -> None:
     with pytest.raises(TypeError, match=r"^select_topk: logits is a WrongProducer, expected a tensor "):
         best_two(WrongProducer(LOGITS))
 
 
 @pytest.mark.parametrize(("stream", "name"), [("default", "str"), (1.0, "float"), ([], "list")])
-def test_stream_must_be_a_number(stream: object, name: str) -> None:
+def test_boundary_refuses_streams_that_are_no_integers(stream: object, name: str) -> None:
     with pytest.raises(TypeError) as error:
         best_two(LOGITS, stream=stream)
     assert str(error.value) == f"select_topk: stream is a {name}, expected None or a raw cudaStream_t as an int"
@@ -267,12 +267,12 @@ class RaisingDevice(OldProducer):
         raise OSError("no such device")
 
 
-def test_half_a_producer_is_no_tensor() -> None:
+def test_boundary_refuses_incomplete_dlpack_producers() -> None:
     with pytest.raises(TypeError, match=r"^noop1: a is a WithoutDevice, expected a tensor "):
         _C.noop1(None, WithoutDevice())
 
 
-def test_exceptions_other_than_a_missing_attribute_are_heard() -> None:
+def test_boundary_propagates_errors_of_attribute_lookup() -> None:
     with pytest.raises(OSError, match=r"^disk on fire$"):
         _C.noop1(None, RaisingOnLookUp())
     with pytest.raises(OSError, match=r"^no such device$"):
@@ -297,7 +297,7 @@ def test_exceptions_other_than_a_missing_attribute_are_heard() -> None:
     ],
     ids=lambda value: str(value),
 )
-def test_dtypes_are_never_converted(dtype: torch.dtype, name: str) -> None:
+def test_boundary_refuses_other_dtypes_without_converting(dtype: torch.dtype, name: str) -> None:
     with pytest.raises(ValueError) as error:
         sd.select_topk(torch.zeros(2, 4, dtype=dtype), 2)
     assert str(error.value) == f"select_topk: logits is {name}, expected float32 or float16 or bfloat16"
@@ -312,19 +312,19 @@ def test_dtypes_are_never_converted(dtype: torch.dtype, name: str) -> None:
     ],
     ids=str,
 )
-def test_number_of_dimensions(shape: tuple[int, ...], message: str) -> None:
+def test_boundary_refuses_other_numbers_of_dimensions(shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError) as error:
         sd.select_topk(torch.zeros(shape), 2)
     assert str(error.value) == message
 
 
-def test_number_of_dimensions_of_an_output() -> None:
+def test_boundary_refuses_outputs_with_other_numbers_of_dimensions() -> None:
     with pytest.raises(ValueError) as error:
         sd.select_topk(LOGITS, 2, out=sd.TopK(torch.zeros(2, 2).int(), torch.zeros(())))
     assert str(error.value) == "select_topk: out.logprobs has shape [], expected [rows=2, k=2]"
 
 
-def test_read_only_output() -> None:
+def test_boundary_refuses_read_only_outputs() -> None:
     ids = np.zeros((2, 2), np.int32)
     ids.flags.writeable = False
     with pytest.raises(ValueError) as error:
@@ -333,7 +333,7 @@ def test_read_only_output() -> None:
     assert not ids.any()
 
 
-def test_output_must_be_contiguous() -> None:
+def test_boundary_refuses_strided_outputs() -> None:
     with pytest.raises(ValueError) as error:
         sd.select_topk(LOGITS, 2, out=sd.TopK(torch.zeros(2, 4, dtype=torch.int32)[:, ::2], torch.zeros(2, 2)))
     assert str(error.value) == (
@@ -341,7 +341,7 @@ def test_output_must_be_contiguous() -> None:
     )
 
 
-def test_unaligned_data() -> None:
+def test_boundary_refuses_unaligned_data() -> None:
     memory = bytearray(33)
     with pytest.raises(ValueError) as error:
         best_two(np.frombuffer(memory, np.float32, count=8, offset=1).reshape(2, 4))
@@ -350,7 +350,7 @@ def test_unaligned_data() -> None:
     )
 
 
-def test_fake_tensor() -> None:
+def test_boundary_refuses_fake_tensors() -> None:
     with torch._subclasses.FakeTensorMode():
         fake = torch.zeros(2, 4)
     with pytest.raises(ValueError) as error:
@@ -366,13 +366,13 @@ def test_fake_tensor() -> None:
     ],
     ids=["meta", "sparse"],
 )
-def test_what_torch_refuses_to_export(logits: torch.Tensor, message: str) -> None:
+def test_boundary_reports_tensors_that_torch_cannot_export(logits: torch.Tensor, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         best_two(logits)
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-def test_mixed_devices() -> None:
+def test_boundary_refuses_mixed_devices() -> None:
     with pytest.raises(ValueError) as error:
         sd.select_topk(LOGITS.cuda(), 2, id_map=torch.arange(4, dtype=torch.int32))
     assert str(error.value) == "select_topk: id_map is on cpu, expected cuda:0 like logits"
@@ -397,7 +397,7 @@ def test_cpu_only_build_refuses_cuda_tensors() -> None:
 @pytest.mark.parametrize(
     "make", [LOGITS.numpy, lambda: OldProducer(LOGITS), lambda: NewProducer(LOGITS)], ids=["numpy", "old", "new"]
 )
-def test_the_fallback_keeps_nothing(make: Any) -> None:
+def test_dlpack_fallback_leaks_no_references(make: Any) -> None:
     producer = make()
     kept = producer.tensor if isinstance(producer, OldProducer) else producer
     for _ in range(100):
@@ -413,10 +413,10 @@ def test_the_fallback_keeps_nothing(make: Any) -> None:
     finally:
         tracemalloc.stop()
     assert (sys.getrefcount(producer), sys.getrefcount(kept)) == references
-    assert after - before < 8 * calls  # kept objects are 16 bytes and more; other threads allocate, too
+    assert after - before < 8 * calls  # a leaked object has 16 bytes or more; other threads allocate, too
 
 
-def test_errors_keep_nothing() -> None:
+def test_boundary_errors_leak_no_references() -> None:
     array = np.zeros((2, 4), np.float64)
     references = sys.getrefcount(array)
     for _ in range(1000):

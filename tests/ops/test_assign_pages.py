@@ -1,4 +1,4 @@
-"""assign_pages: each rule by hand. Random sequences of calls are in test_page_sequences.py."""
+"""assign_pages: each rule in a worked example. Random sequences of calls are in test_page_sequences.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.paged import INT
 
 
 @pytest.mark.sanitize
-def test_a_slot_ends_and_its_pages_go_to_another(device: torch.device) -> None:
-    """Kept by the entries of a slot that nobody runs (2), lent to slot 1, and let go of in the end."""
+def test_assign_pages_moves_pages_to_another_slot(device: torch.device) -> None:
+    """Slot 2, which no request uses, retains the pages; slot 1 borrows them; finally they are released."""
     pools = TwoPools(device, 6, 3, 4, 2)
     pools.alloc([7, 0, 0], 0, [0])
     pools.assign([0, 1, 2], [8, 9, 10])
@@ -28,8 +28,8 @@ def test_a_slot_ends_and_its_pages_go_to_another(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_a_page_that_moves_is_never_free(device: torch.device) -> None:
-    """Its last owner lets go of it in the call that gives it another: the stack is as it was."""
+def test_assign_pages_never_pushes_a_page_that_moves(device: torch.device) -> None:
+    """Its last owner releases it in the call that gives it to another; the stack is unchanged."""
     pools = TwoPools(device, 4, 2, 2, 1)
     pools.alloc([2, 1])
     pools.assign([2, -1], [0, 1])
@@ -38,7 +38,7 @@ def test_a_page_that_moves_is_never_free(device: torch.device) -> None:
     assert pools.model.free_stack[:3].tolist() == [3, 0, 1], "in the order of the rows"
 
 
-def test_the_last_row_that_lets_go_frees_the_page(device: torch.device) -> None:
+def test_assign_pages_frees_a_page_at_its_last_release(device: torch.device) -> None:
     pools = TwoPools(device, 4, 3, 2, 1)
     pools.alloc([2, 0, 0])
     pools.assign([0, 0, 1], [2, 4, 5])
@@ -47,7 +47,7 @@ def test_the_last_row_that_lets_go_frees_the_page(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_empty_rows_and_what_is_no_page(device: torch.device) -> None:
+def test_assign_pages_skips_empty_rows_and_invalid_pages(device: torch.device) -> None:
     pools = TwoPools(device, 4, 2, 3, 1)
     pools.alloc([3, 0])
     for index, wild in ((1, 9), (2, 3)):  # 3 has no owner
@@ -57,7 +57,7 @@ def test_empty_rows_and_what_is_no_page(device: torch.device) -> None:
     assert pools.pool.page_refs.tolist() == [2, 1, 1, 0], "what was lost before stays lost"
 
 
-def test_as_many_rows_as_a_call_can_have(device: torch.device) -> None:
+def test_assign_pages_accepts_largest_row_count(device: torch.device) -> None:
     pools = TwoPools(device, 2000, 4, 600, 1)
     pools.alloc([600, 600, 0, 0])
     entries = torch.randperm(600)[:512]
@@ -69,7 +69,7 @@ def test_as_many_rows_as_a_call_can_have(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_graph_replay_with_changed_inputs() -> None:
+def test_assign_pages_graph_replay_reads_changed_inputs() -> None:
     device = torch.device("cuda")
     pool, model = (sd.make_page_pool(20, 4, 4, 2, torch.empty(0, device=d)) for d in (device, torch.device("cpu")))
     sources, targets = (torch.full((3,), -1, dtype=INT, device=device) for _ in range(2))
@@ -97,7 +97,7 @@ def test_graph_replay_with_changed_inputs() -> None:
         ({"src_entries": torch.zeros(513, dtype=INT)}, "assign_pages: batch is 513, expected 0 to 512"),
     ],
 )
-def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
+def test_assign_pages_error_messages(change: dict[str, torch.Tensor], message: str) -> None:
     pool = sd.make_page_pool(4, 3, 3, 1, torch.empty(0))
     rows = torch.zeros(2, dtype=INT)
     with pytest.raises(ValueError) as error:

@@ -36,14 +36,14 @@ def plan_of(line: str, plan: str | None = None) -> AttentionPlan:
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: " ".join(line.split()))
-def test_rules(line: str) -> None:
+def test_attention_plan_matches_golden_table(line: str) -> None:
     *_, want = line.split()
     plan = plan_of(line)
     assert plan.name == want
     assert plan_of(line, plan=want) == plan  # the name determines the plan
 
 
-def test_every_kernel_is_the_choice_of_some_shape() -> None:
+def test_attention_plans_choose_every_compiled_kernel() -> None:
     """If no line chooses a compiled kernel, the kernel is dead or the table lacks its use case."""
     assert {plan_of(line).variant for line in LINES} == set(_C.attention_variants())
 
@@ -67,7 +67,7 @@ def random_shape(draw: random.Random) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_plans_hold_together(seed: int) -> None:
+def test_attention_plan_sizes_are_consistent(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(200):
         shape = random_shape(draw)

@@ -1,4 +1,4 @@
-"""build_tree: against its reference, by its properties, and at the end of a whole draft."""
+"""build_tree against its reference, by its properties, and at the end of a full draft."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDERS = ["score", "given"]
 
 
 def random_candidates(batch: int, columns: int, missing: float = 0.1) -> sd.Candidates:
-    """Well-formed candidates with many equal scores; some are missing, with all that would follow them."""
+    """Return well-formed candidates with many equal scores; some are missing with all their descendants."""
     earlier = (torch.rand(batch, columns) * torch.arange(columns)).to(torch.int32)
     from_root = (torch.rand(batch, columns) < 0.3) | (torch.arange(columns) == 0)
     parents = earlier.where(~from_root, torch.full_like(earlier, -1))
@@ -32,7 +32,7 @@ def random_candidates(batch: int, columns: int, missing: float = 0.1) -> sd.Cand
 
 
 def scramble(candidates: sd.Candidates, share: float = 0.1) -> None:
-    """Make some of the parents, and of the scores, wrong in every way there is."""
+    """Corrupt some of the parents and scores in every possible form."""
     batch, columns = candidates.parents.shape
     wild = torch.tensor([*WILD, -2, -(2**31), 0, 1, columns, columns - 1], dtype=torch.int32)
     hit = torch.rand(batch, columns) < share
@@ -90,13 +90,13 @@ def check(
     ("batch", "columns", "nodes"),
     [(1, 0, 1), (2, 0, 5), (3, 1, 2), (2, 9, 1), (4, 20, 8), (3, 53, 64), (2, 300, 65), (2, 410, 129), (2, 700, 256)],
 )  # fmt: skip
-def test_matches_reference(device: torch.device, batch: int, columns: int, nodes: int, order: str) -> None:
+def test_build_tree_matches_reference(device: torch.device, batch: int, columns: int, nodes: int, order: str) -> None:
     _, status = check(device, random_candidates(batch, columns, missing=0.0), nodes, order)
     assert (status == 16).all()
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_malformed_candidates_are_left_out_with_their_descendants(device: torch.device, order: str) -> None:
+def test_build_tree_drops_malformed_candidates_and_descendants(device: torch.device, order: str) -> None:
     for nodes in (2, 7, 33, 200):
         candidates = random_candidates(8, 60)
         scramble(candidates)
@@ -109,7 +109,7 @@ NODES = [1, 2, 7, 8, 31, 32, 33, 63, 64, 65, 128, 255, 256]
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("nodes", NODES)
-def test_around_every_boundary(device: torch.device, nodes: int, order: str) -> None:
+def test_build_tree_at_size_boundaries_matches_reference(device: torch.device, nodes: int, order: str) -> None:
     for columns in {1, max(nodes - 2, 0), nodes - 1, nodes, 410, 512, 513, 1025}:
         check(device, random_candidates(2, columns, missing=0.05), nodes, order)
     candidates = random_candidates(2, 600)
@@ -120,8 +120,10 @@ def test_around_every_boundary(device: torch.device, nodes: int, order: str) -> 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("nodes", [8, 64, 256])
 @pytest.mark.parametrize("spread", ["falling", "rising", "equal", "two"])
-def test_thousands_of_candidates(device: torch.device, spread: str, nodes: int, order: str) -> None:
-    """Many tiles on the GPU with an end inside; rising scores displace what is held with every one."""
+def test_build_tree_of_thousands_of_candidates_matches_reference(
+    device: torch.device, spread: str, nodes: int, order: str
+) -> None:
+    """Several tiles on the GPU, the last one partial; rising scores replace all held candidates with each tile."""
     columns = 64 + 4 * 64 * 64 + 37
     numbers = torch.arange(columns)
     scores = {
@@ -137,7 +139,7 @@ def test_thousands_of_candidates(device: torch.device, spread: str, nodes: int, 
 
 
 @pytest.mark.parametrize("columns", [16448, 20000])
-def test_thousands_of_related_candidates(device: torch.device, columns: int) -> None:
+def test_build_tree_of_thousands_of_related_candidates_matches_reference(device: torch.device, columns: int) -> None:
     candidates = random_candidates(2, columns, missing=0.01)
     for nodes in (8, 65, 256):
         check(device, candidates, nodes)
@@ -146,8 +148,8 @@ def test_thousands_of_related_candidates(device: torch.device, columns: int) -> 
     check(device, candidates, 64)
 
 
-def test_scores_of_every_kind(device: torch.device) -> None:
-    """Infinities, both zeros (which are equal), the smallest and the largest numbers, NaN."""
+def test_build_tree_orders_special_scores(device: torch.device) -> None:
+    """Infinities, both zeros (which are equal), the smallest and the largest floats, NaN."""
     kinds = [0.0, -0.0, 1e-45, -1e-45, 1.0, -1.0, 3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan]
     for columns in (30, 400, 700):
         scores = torch.tensor(kinds)[torch.randint(0, len(kinds), (20, columns))]
@@ -159,7 +161,7 @@ def test_scores_of_every_kind(device: torch.device) -> None:
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 @pytest.mark.parametrize("scrambled", [False, True], ids=["well-formed", "malformed"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_both_devices_agree(order: str, scrambled: bool) -> None:
+def test_build_tree_is_equal_on_both_devices(order: str, scrambled: bool) -> None:
     for columns, nodes in [(5, 6), (40, 8), (150, 33), (410, 64), (700, 20), (410, 256)]:
         candidates = random_candidates(2000, columns, missing=0.02)
         if scrambled:
@@ -175,7 +177,7 @@ def test_both_devices_agree(order: str, scrambled: bool) -> None:
         assert not scrambled or int((status != 0).sum()) > 0
 
 
-def test_malformed_chain_deeper_than_the_tree(device: torch.device) -> None:
+def test_build_tree_drops_malformed_chain_deeper_than_tree(device: torch.device) -> None:
     columns = 600
     parents = torch.arange(-1, columns - 1, dtype=torch.int32)[None].clone()
     parents[0, 450] = 500
@@ -187,7 +189,7 @@ def test_malformed_chain_deeper_than_the_tree(device: torch.device) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(("columns", "nodes"), [(300, 9), (520, 9), (1100, 70), (300, 200)])
-def test_small_and_narrowed_down(device: torch.device, columns: int, nodes: int) -> None:
+def test_build_tree_of_few_columns_matches_reference(device: torch.device, columns: int, nodes: int) -> None:
     candidates = random_candidates(2, columns)
     check(device, candidates, nodes)
     scramble(candidates, share=0.01)
@@ -195,7 +197,7 @@ def test_small_and_narrowed_down(device: torch.device, columns: int, nodes: int)
 
 
 @pytest.mark.sanitize
-def test_small_with_slots_and_empty_rows(device: torch.device) -> None:
+def test_build_tree_with_slots_and_empty_rows_matches_reference(device: torch.device) -> None:
     slots = torch.tensor([2, -1, 0, *WILD], dtype=torch.int32)
     candidates = random_candidates(5, 12)
     check(device, candidates, 5, slots=slots, num_slots=3)
@@ -203,11 +205,11 @@ def test_small_with_slots_and_empty_rows(device: torch.device) -> None:
     check(device, candidates, 9, slots=slots, num_slots=3)
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_build_tree_accepts_empty_batch(device: torch.device) -> None:
     check(device, random_candidates(0, 4), 3)
 
 
-def test_garbage_in_rows_without_candidates(device: torch.device) -> None:
+def test_build_tree_ignores_garbage_in_rows_without_candidates(device: torch.device) -> None:
     candidates = sd.Candidates(
         torch.full((2, 3), -5, dtype=torch.int32),
         torch.full((2, 3), 2**31 - 1, dtype=torch.int32),
@@ -218,7 +220,7 @@ def test_garbage_in_rows_without_candidates(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("seq_len", [-1, -(2**31), 2**31 - 1], ids=str)
-def test_wild_length_touches_nothing_but_positions(device: torch.device, seq_len: int) -> None:
+def test_build_tree_of_extreme_seq_len_wraps_positions_only(device: torch.device, seq_len: int) -> None:
     candidates = sd.Candidates(*(t.to(device) for t in random_candidates(1, 9, missing=0.0)))
     root = torch.tensor([3], dtype=torch.int32, device=device)
     wild = sd.build_tree(candidates, root, torch.full_like(root, seq_len), 6)
@@ -227,7 +229,7 @@ def test_wild_length_touches_nothing_but_positions(device: torch.device, seq_len
     assert_same_tree(wild, sane._replace(positions=wrapped.to(torch.int32)))
 
 
-def test_chain(device: torch.device) -> None:
+def test_build_tree_of_a_chain(device: torch.device) -> None:
     tokens = torch.tensor([[7, 8, 9]], dtype=torch.int32)
     parents = torch.tensor([[-1, 0, 1]], dtype=torch.int32)
     tree, _ = check(device, sd.Candidates(tokens, parents, torch.tensor([[0.0, 0.0, -1.0]])), 5)
@@ -238,7 +240,7 @@ def test_chain(device: torch.device) -> None:
 
 @pytest.mark.parametrize("scrambled", [False, True], ids=["well-formed", "malformed"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_smaller_tree_is_a_prefix(device: torch.device, order: str, scrambled: bool) -> None:
+def test_build_tree_of_fewer_nodes_is_a_prefix(device: torch.device, order: str, scrambled: bool) -> None:
     candidates = random_candidates(6, 90)
     if scrambled:
         scramble(candidates)
@@ -254,8 +256,8 @@ def test_a_smaller_tree_is_a_prefix(device: torch.device, order: str, scrambled:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_best_set_is_closed_under_ancestors(device: torch.device, seed: int) -> None:
-    """With all scores of a row distinct or tied at random: the nodes are exactly the best by score and number."""
+def test_build_tree_selects_best_candidates_and_their_ancestors(device: torch.device, seed: int) -> None:
+    """Scores are distinct or tied at random: the nodes are exactly the best by score, then by index."""
     torch.manual_seed(seed)
     columns, nodes = int(torch.randint(1, 120, ())), int(torch.randint(1, 70, ()))
     candidates = random_candidates(1, columns, missing=0.0)
@@ -275,8 +277,8 @@ def test_the_best_set_is_closed_under_ancestors(device: torch.device, seed: int)
     ("k", "num_steps", "nodes"),
     [(1, 6, 6), (1, 255, 256), (2, 4, 8), (4, 5, 32), (10, 5, 64), (8, 3, 200), (64, 3, 64)],
 )
-def test_a_whole_draft(device: torch.device, k: int, num_steps: int, nodes: int) -> None:
-    """expand_root, expand_tree..., build_tree beside the references of all three, with ties everywhere."""
+def test_draft_ops_in_sequence_match_references(device: torch.device, k: int, num_steps: int, nodes: int) -> None:
+    """expand_root, expand_tree and build_tree in sequence, with ties in every step."""
     num_slots, slots = 3, torch.tensor([2, -1, 0], dtype=torch.int32)
     root_tokens, seq_lens = slot_state(num_slots)
     logprobs = lambda *shape: -torch.randint(0, 4, shape) / 8  # noqa: E731
@@ -305,7 +307,7 @@ def test_a_whole_draft(device: torch.device, k: int, num_steps: int, nodes: int)
         assert_is_tree(tree, b, int(seq_lens[slots[b]]))
 
 
-def test_batch_permutation(device: torch.device) -> None:
+def test_build_tree_commutes_with_batch_permutation(device: torch.device) -> None:
     candidates = sd.Candidates(*(t.to(device) for t in random_candidates(7, 40)))
     root_tokens, seq_lens = (t.to(device) for t in slot_state(7))
     order = torch.randperm(7, device=device)
@@ -316,7 +318,7 @@ def test_batch_permutation(device: torch.device) -> None:
     assert_same_tree(permuted, [t[order] for t in plain])
 
 
-def test_graph_replay_with_changed_inputs() -> None:
+def test_build_tree_graph_replay_reads_changed_inputs() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     inputs = [t.cuda() for t in (*random_candidates(4, 50), *slot_state(4))]
@@ -331,7 +333,7 @@ def test_graph_replay_with_changed_inputs() -> None:
     assert_same_tree(captured, sd.build_tree(candidates, *inputs[3:], 24))
 
 
-def test_numpy_arrays() -> None:
+def test_build_tree_accepts_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     columns = [np.array([[4, 5]], np.int32), np.array([[-1, 0]], np.int32), np.array([[-1, -2]], np.float32)]
     tree = sd.build_tree(sd.Candidates(*columns), np.array([3], np.int32), np.array([10], np.int32), 3)
@@ -364,7 +366,7 @@ OUT = poisoned_tree(2, 4, torch.device("cpu"))
         ({"out": OUT._replace(num_nodes=int32(2, 1))}, "build_tree: out.num_nodes has shape [2, 1], expected [batch=2]"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, object], message: str) -> None:
+def test_build_tree_error_messages(change: dict[str, object], message: str) -> None:
     arguments = {
         "tokens": int32(2, 6),
         "parents": int32(2, 6),

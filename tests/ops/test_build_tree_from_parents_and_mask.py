@@ -1,4 +1,4 @@
-"""build_tree_from_parents and build_tree_from_mask against their references: what they take, and what they refuse."""
+"""build_tree_from_parents and build_tree_from_mask against their references: accepted and refused inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check(
     slots: torch.Tensor | None = None,
     num_slots: int | None = None,
 ) -> tuple[sd.Tree, list[int]]:
-    """`links` is parents or mask. The tree and the status, equal to the reference's in every element."""
+    """Return the tree and the status, equal to the reference's in every element; `links` is parents or a mask."""
     batch, nodes = links.shape[:2]
     num_slots = batch if num_slots is None else num_slots
     tokens = torch.randint(0, 5, (batch, nodes), dtype=torch.int32)  # few, so that siblings repeat
@@ -63,7 +63,7 @@ def make_links(op: str, parents: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (3, 2), (4, 17), (3, 64), (3, 65), (2, 129), (2, 256)])
-def test_matches_reference(device: torch.device, op: str, batch: int, nodes: int) -> None:
+def test_build_trees_match_reference(device: torch.device, op: str, batch: int, nodes: int) -> None:
     parents = random_parents(batch, nodes)
     tree, status = check(op, device, make_links(op, parents))
     assert torch.equal(tree.parents, parents)
@@ -72,7 +72,9 @@ def test_matches_reference(device: torch.device, op: str, batch: int, nodes: int
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("parents_of", [lambda i: i - 1, lambda i: 0, lambda i: (i - 1) // 2], ids=["chain", "star", "binary"])  # fmt: skip
-def test_plain_shapes(device: torch.device, op: str, parents_of: Callable[[int], int]) -> None:
+def test_build_trees_of_plain_shapes_match_reference(
+    device: torch.device, op: str, parents_of: Callable[[int], int]
+) -> None:
     parents = torch.tensor([[-1] + [parents_of(i) for i in range(1, 100)]], dtype=torch.int32)
     tree, status = check(op, device, make_links(op, parents))
     assert torch.equal(tree.parents, parents) and status == [16]
@@ -80,8 +82,8 @@ def test_plain_shapes(device: torch.device, op: str, parents_of: Callable[[int],
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("nodes", [1, 2, 6, 7, 8, 13, 14, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256])
-def test_chains_of_every_depth(device: torch.device, op: str, nodes: int) -> None:
-    """Beside random trees of the same size: a walk up has to end right at every power of its steps."""
+def test_build_trees_of_chains_of_every_depth_match_reference(device: torch.device, op: str, nodes: int) -> None:
+    """Random trees stand next to the chains; walks up the tree must end correctly at every power of their steps."""
     parents = random_parents(3, nodes)
     parents[0] = torch.arange(-1, nodes - 1)
     parents[1] = torch.arange(-2, nodes - 2).clamp(min=0)
@@ -92,8 +94,8 @@ def test_chains_of_every_depth(device: torch.device, op: str, nodes: int) -> Non
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_the_three_builders_agree(device: torch.device, data: st.DataObject) -> None:
-    """build_tree's parents, and its mask, give the tree that it gave."""
+def test_builders_agree_on_one_tree(device: torch.device, data: st.DataObject) -> None:
+    """build_tree's parents and mask give back the same tree."""
     columns, nodes = data.draw(st.integers(0, 90)), data.draw(st.integers(1, 80))
     links = [data.draw(st.integers(-1, c - 1)) for c in range(columns)]
     steps = data.draw(st.lists(st.sampled_from([0.0, -0.25, -1.0, -torch.inf]), min_size=columns, max_size=columns))
@@ -118,7 +120,7 @@ def test_the_three_builders_agree(device: torch.device, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_rows_behind_num_nodes_are_ignored(device: torch.device, op: str) -> None:
+def test_build_trees_ignore_rows_after_num_nodes(device: torch.device, op: str) -> None:
     nodes = 70
     parents = random_parents(6, nodes)
     num_nodes = torch.tensor([1, 2, 63, 64, 65, 70], dtype=torch.int32)
@@ -130,7 +132,7 @@ def test_rows_behind_num_nodes_are_ignored(device: torch.device, op: str) -> Non
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_wild_num_nodes(device: torch.device, op: str) -> None:
+def test_build_trees_clamp_invalid_num_nodes(device: torch.device, op: str) -> None:
     num_nodes = torch.tensor([0, 10, *WILD, -(2**31), 9], dtype=torch.int32)
     tree, status = check(op, device, make_links(op, random_parents(6, 9)), num_nodes)
     assert tree.num_nodes.tolist() == [1, 1, 1, 1, 1, 9]
@@ -139,7 +141,7 @@ def test_wild_num_nodes(device: torch.device, op: str) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("op", OPS)
-def test_small_with_slots_and_empty_rows(device: torch.device, op: str) -> None:
+def test_build_trees_with_slots_and_empty_rows_match_reference(device: torch.device, op: str) -> None:
     links = make_links(op, random_parents(5, 6)).clone()
     links[2, 3] = 99
     num_nodes = torch.tensor([6, 77, 6, -1, 4], dtype=torch.int32)
@@ -150,7 +152,7 @@ def test_small_with_slots_and_empty_rows(device: torch.device, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_empty_batch(device: torch.device, op: str) -> None:
+def test_build_trees_accept_empty_batch(device: torch.device, op: str) -> None:
     check(op, device, make_links(op, random_parents(0, 4)))
 
 
@@ -168,7 +170,7 @@ def test_empty_batch(device: torch.device, op: str) -> None:
         pytest.param([-(2**31), 0, 0, 0], id="root with a wild parent"),
     ],
 )
-def test_refused_parents(device: torch.device, parents: list[int]) -> None:
+def test_build_tree_from_parents_refuses_invalid_parents(device: torch.device, parents: list[int]) -> None:
     tree, status = check("parents", device, torch.tensor([parents, [-1, 0, 1, 2]], dtype=torch.int32))
     assert tree.num_nodes.tolist() == [1, 4] and status == [16 | BAD_TREE, 16]
     assert tree.mask[0, :, 0].tolist() == [1, 2, 4, 8]
@@ -190,7 +192,7 @@ def test_refused_parents(device: torch.device, parents: list[int]) -> None:
     ],
 )
 @pytest.mark.parametrize("nodes", [4, 70])
-def test_refused_masks(device: torch.device, nodes: int, row: int, bits: int) -> None:
+def test_build_tree_from_mask_refuses_invalid_masks(device: torch.device, nodes: int, row: int, bits: int) -> None:
     # Nodes 0 - 1 - 2 and 0 - 3, then a chain from 3 on.
     parents = torch.tensor([[-1, 0, 1, 0, *range(3, nodes - 1)]] * 2, dtype=torch.int32)
     mask = as_mask(parents)
@@ -200,8 +202,8 @@ def test_refused_masks(device: torch.device, nodes: int, row: int, bits: int) ->
 
 
 @pytest.mark.parametrize("nodes", [64, 65, 200])
-def test_every_single_flipped_bit_is_noticed(device: torch.device, nodes: int) -> None:
-    """A flipped bit either names another tree or is refused; it never gives a tree with the mask it did not have."""
+def test_build_tree_from_mask_detects_every_flipped_bit(device: torch.device, nodes: int) -> None:
+    """A mask with a flipped bit either names another tree or is refused."""
     parents = random_parents(60, nodes)
     mask = as_mask(parents)
     for b in range(60):
@@ -214,7 +216,7 @@ def test_every_single_flipped_bit_is_noticed(device: torch.device, nodes: int) -
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_graph_replay_with_changed_inputs(op: str) -> None:
+def test_build_trees_graph_replay_reads_changed_inputs(op: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     build = getattr(sd, f"build_tree_from_{op}")
@@ -231,7 +233,7 @@ def test_graph_replay_with_changed_inputs(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_batch_permutation(device: torch.device, op: str) -> None:
+def test_build_trees_commute_with_batch_permutation(device: torch.device, op: str) -> None:
     links = make_links(op, random_parents(5, 12)).to(device)
     build = getattr(sd, f"build_tree_from_{op}")
     tokens = torch.randint(0, 99, (5, 12), dtype=torch.int32, device=device)
@@ -264,7 +266,7 @@ OUT = poisoned_tree(2, 5, torch.device("cpu"))
         ("mask", {"out": OUT._replace(first_child=int32(5, 2).t())}, "build_tree_from_mask: out.first_child has shape [2, 5] and is not contiguous, expected a contiguous tensor"),
     ],
 )  # fmt: skip
-def test_messages(op: str, change: dict[str, object], message: str) -> None:
+def test_build_trees_error_messages(op: str, change: dict[str, object], message: str) -> None:
     arguments = {
         "tokens": int32(2, 5),
         "parents": int32(2, 5),
@@ -278,8 +280,8 @@ def test_messages(op: str, change: dict[str, object], message: str) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 64, 65, 130])
-def test_dense_mask(device: torch.device, nodes: int) -> None:
-    """A bool for each pair of nodes, as many as the bits of `mask_rows` say."""
+def test_dense_mask_matches_mask_rows(device: torch.device, nodes: int) -> None:
+    """One bool per pair of nodes, equal to the bits of `mask_rows`."""
     tokens, parents = torch.zeros(3, nodes).int(), random_parents(3, nodes)
     tree = sd.build_tree_from_parents(tokens.to(device), parents.to(device), torch.zeros(3).int().to(device))
     dense = tree.dense_mask()
@@ -288,7 +290,7 @@ def test_dense_mask(device: torch.device, nodes: int) -> None:
         assert [row.nonzero().flatten().tolist() for row in dense[b]] == mask_rows(tree.mask[b])
 
 
-def test_dense_mask_of_numpy_arrays() -> None:
+def test_dense_mask_accepts_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     parents = np.array([[-1, 0, 0, 1]], np.int32)
     dense = sd.build_tree_from_parents(np.zeros((1, 4), np.int32), parents, np.zeros(1, np.int32)).dense_mask()
@@ -297,8 +299,8 @@ def test_dense_mask_of_numpy_arrays() -> None:
     ]
 
 
-def test_dense_mask_is_what_torch_attention_takes(device: torch.device) -> None:
-    """Beside `tree_attention` with no prefix, and the tree alone as the tail."""
+def test_dense_mask_in_torch_attention_matches_tree_attention(device: torch.device) -> None:
+    """`tree_attention` runs without a prefix, with the tree alone as the tail."""
     nodes = 9
     zeros = torch.zeros(2, nodes).int().to(device)
     tree = sd.build_tree_from_parents(zeros, random_parents(2, nodes).to(device), zeros[:, 0].contiguous())

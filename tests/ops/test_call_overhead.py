@@ -1,4 +1,4 @@
-"""Bounds on what the Python side costs. They are generous: `specdec bench call_overhead` measures."""
+"""Generous bounds on the cost of the Python side; `specdec bench call_overhead` measures it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import specdec_kernels as sd
 
 
-def test_import_takes_a_moment_and_no_heavy_modules() -> None:
-    """Processor time, so that a busy machine does not count; 30 ms when it was written."""
+def test_import_is_fast_and_loads_no_heavy_modules() -> None:
+    """CPU time, so that load of the machine does not count; 30 ms when this test was written."""
     code = (
         "import sys, time; before = {*sys.modules}; start = time.process_time(); import specdec_kernels; "
         "print(time.process_time() - start, *(sys.modules.keys() - before & "
@@ -26,8 +26,8 @@ def test_import_takes_a_moment_and_no_heavy_modules() -> None:
     assert best < 0.15
 
 
-def test_an_op_of_six_tensors_takes_little_to_call() -> None:
-    """An empty batch through ops.py; half a microsecond when it was written."""
+def test_op_call_overhead_of_six_tensors_is_small() -> None:
+    """An empty batch through the Python wrapper; half a microsecond when this test was written."""
     prefix_lens = torch.empty(0, dtype=torch.int32)
     pool = sd.make_page_pool(4, 0, 4, 16, prefix_lens)
     calls = 1000

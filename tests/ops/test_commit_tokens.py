@@ -1,4 +1,4 @@
-"""commit_tokens against its token-by-token reference, and each rule by hand."""
+"""commit_tokens against its token-by-token reference, and each rule in a worked example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arguments = dict[str, Any]  # of commit_tokens
 
 
 def arguments_of(given: dict[str, torch.Tensor], device: torch.device | str = "cpu") -> Arguments:
-    """Return the call's arguments from tensors by name: of the emitted rows, of the slots' state where it matters, and `slots`."""
+    """Return the call's arguments from named tensors: emitted rows, fields of the slot state, and `slots`."""
     given = {name: tensor.to(device, copy=True) for name, tensor in given.items()}
     tokens, num_valid = given.pop("tokens"), given.pop("num_valid")
     state = sd.make_slot_state(len(given["seq_lens"]), 1000, 2, like=tokens)
@@ -36,7 +36,7 @@ def ints(values: Any, device: torch.device) -> torch.Tensor:
 
 
 def one_request(tokens: list[int], device: torch.device, width: int = 5, **state: Any) -> dict[str, torch.Tensor]:
-    """Tensors for one running request with ample limits, some of its state overridden."""
+    """Return tensors of one running request with ample limits; `state` overrides fields of its slot state."""
     garbage = [2**31 - 1, -5, 7, 7, 7][: width - len(tokens)]
     given = {
         "tokens": [tokens + garbage],
@@ -53,7 +53,7 @@ def one_request(tokens: list[int], device: torch.device, width: int = 5, **state
 
 
 def random_requests(batch: int, width: int, num_slots: int, max_stops: int) -> dict[str, torch.Tensor]:
-    """Small vocabularies and tight limits, so that every reason to finish occurs and they often coincide."""
+    """Return requests with small vocabularies and tight limits: every finish reason occurs, and several coincide."""
 
     def draw(low: int, high: int, *shape: int) -> torch.Tensor:
         return torch.randint(low, high, shape, dtype=INT)
@@ -102,17 +102,19 @@ def check(given: dict[str, torch.Tensor], device: torch.device) -> None:
         (5, 70, 8, 40),
     ],
 )
-def test_matches_reference(device: torch.device, batch: int, width: int, num_slots: int, max_stops: int) -> None:
+def test_commit_tokens_matches_reference(
+    device: torch.device, batch: int, width: int, num_slots: int, max_stops: int
+) -> None:
     for _ in range(20):
         check(random_requests(batch, width, num_slots, max_stops), device)
 
 
 @pytest.mark.sanitize
-def test_small(device: torch.device) -> None:
+def test_commit_tokens_matches_reference_on_small_inputs(device: torch.device) -> None:
     check(random_requests(5, 3, 4, 2), device)
 
 
-RUNNING, STOP, LENGTH, CONTEXT = list(sd.FinishReason)[:4]  # the device's; the rest are the scheduler's
+RUNNING, STOP, LENGTH, CONTEXT = list(sd.FinishReason)[:4]  # written by the op; the scheduler owns the others
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ RUNNING, STOP, LENGTH, CONTEXT = list(sd.FinishReason)[:4]  # the device's; the 
     ],
     ids=str,
 )
-def test_rules(
+def test_commit_tokens_applies_each_finish_rule(
     device: torch.device, tokens: list[int], state: dict[str, Any], kept: int, reason: sd.FinishReason
 ) -> None:
     arguments = arguments_of(one_request(tokens, device, **state), device)
@@ -171,7 +173,7 @@ def test_rules(
     ],
     ids=str,
 )
-def test_rows_that_emit_nothing(device: torch.device, state: dict[str, Any], bits: int) -> None:
+def test_commit_tokens_of_rows_without_tokens(device: torch.device, state: dict[str, Any], bits: int) -> None:
     arguments = arguments_of(one_request([7, 8, 9], device, **({"status": [0]} | state)), device)
     accepted, slot = arguments["accepted"], arguments["state"]
     before = sd.SlotState(*(tensor.clone() for tensor in slot))
@@ -183,7 +185,7 @@ def test_rows_that_emit_nothing(device: torch.device, state: dict[str, Any], bit
         assert torch.equal(getattr(slot, name), getattr(before, name)), name
 
 
-def test_longest_sequence(device: torch.device) -> None:
+def test_commit_tokens_at_longest_sequence(device: torch.device) -> None:
     largest = 2**31 - 1
     arguments = arguments_of(one_request([7, 8], device, seq_lens=[largest - 2], max_seq_lens=[largest]), device)
     sd.commit_tokens(**arguments)
@@ -191,7 +193,7 @@ def test_longest_sequence(device: torch.device) -> None:
     assert arguments["state"].finish_reasons.tolist() == [CONTEXT]
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_commit_tokens_accepts_empty_batch(device: torch.device) -> None:
     arguments = arguments_of(one_request([1], device), device)
     accepted = sd.Accepted(*(tensor[:0] for tensor in arguments["accepted"]))
     assert sd.commit_tokens(accepted, arguments["state"]).shape == (0,)
@@ -199,7 +201,7 @@ def test_empty_batch(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_graph_replay_with_changed_inputs() -> None:
+def test_commit_tokens_graph_replay_reads_changed_inputs() -> None:
     device = torch.device("cuda")
     arguments = arguments_of(random_requests(9, 4, 11, 2), device)
     num_valid = sd.commit_tokens(**arguments)
@@ -228,7 +230,7 @@ def test_graph_replay_with_changed_inputs() -> None:
         ({"out": torch.zeros(2, dtype=INT)}, "commit_tokens: out has shape [2], expected [batch=1]"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
+def test_commit_tokens_error_messages(change: dict[str, torch.Tensor], message: str) -> None:
     given = arguments_of(one_request([1], torch.device("cpu")))
     for name in ("accepted", "state"):
         fields = given[name]._asdict()
@@ -241,7 +243,7 @@ def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
 # --- the state of slots
 
 
-def test_a_new_state_runs_greedily(device: torch.device) -> None:
+def test_make_slot_state_defaults_to_greedy(device: torch.device) -> None:
     state = sd.make_slot_state(3, 100, 2, like=torch.empty(0, device=device))
     assert state.stop_tokens.tolist() == [[-1, -1]] * 3 and state.max_seq_lens.tolist() == [100] * 3
     assert (
@@ -255,7 +257,7 @@ def test_a_new_state_runs_greedily(device: torch.device) -> None:
     assert {tensor.device for tensor in state} == {state.seq_lens.device} and state.seq_lens.device.type == device.type
 
 
-def test_state_of_numpy_arrays() -> None:
+def test_slot_state_accepts_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     state = sd.make_slot_state(1, 50, 0, like=np.zeros(0))
     state.remaining[0], state.seq_lens[0] = 2, 10
@@ -266,7 +268,7 @@ def test_state_of_numpy_arrays() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "name"), [((-1, 5, 0), "num_slots"), ((1, 5, -1), "max_stops")])
-def test_sizes_of_a_state(sizes: tuple[int, int, int], name: str) -> None:
+def test_make_slot_state_error_messages(sizes: tuple[int, int, int], name: str) -> None:
     with pytest.raises(ValueError) as error:
         sd.make_slot_state(*sizes, like=torch.empty(0))
     assert str(error.value) == f"make_slot_state: {name} is -1, expected at least 0"

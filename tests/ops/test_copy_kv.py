@@ -1,4 +1,4 @@
-"""copy_kv against its reference, alone and behind fork_pages: every layer, and nothing else written."""
+"""copy_kv against its reference, alone and after fork_pages: every layer, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def check(device: torch.device, pools: list[torch.Tensor], *arguments: torch.Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 @pytest.mark.parametrize(("layers", "heads", "head_dim"), [(1, 1, 128), (3, 3, 64), (2, 3, 5), (2, 12, 128)])
-def test_matches_reference(
+def test_copy_kv_matches_reference(
     device: torch.device, dtype: torch.dtype, page_size: int, layers: int, heads: int, head_dim: int
 ) -> None:
-    """Also more rows than a warp has lanes, over page borders, and rows that are empty on either side."""
+    """Includes more rows than a warp has lanes, page boundaries, and empty rows at either end."""
     table, num_pages = page_table(6, -(-70 // page_size))
     check(
         device,
@@ -51,15 +51,15 @@ def test_matches_reference(
 
 
 @pytest.mark.sanitize
-def test_small(device: torch.device) -> None:
+def test_copy_kv_matches_reference_on_small_inputs(device: torch.device) -> None:
     table, num_pages = page_table(3, 2)
     pools = [torch.randn(2, num_pages, 2, 1, 4) for _ in range(2)]
     check(device, pools, table, ints([0, 0]), ints([2, 1]), ints([0, 3, 4]), ints([2, 1]))
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 16])
-def test_forks_read_what_their_source_holds(device: torch.device, page_size: int) -> None:
-    """Three samples of one prompt: the same rows to read, and rows of their own to write."""
+def test_copy_kv_after_fork_pages_gives_forks_the_source_rows(device: torch.device, page_size: int) -> None:
+    """Three samples of one prompt read the same rows and write rows of their own."""
     pool = sd.make_page_pool(70, 4, 50, page_size, torch.empty(0, device=device))
     prompt, status = 33, ints([0] * 4, device)
     lens = ints([prompt] * 4, device)
@@ -89,7 +89,7 @@ def test_forks_read_what_their_source_holds(device: torch.device, page_size: int
 
 
 def refuse(device: torch.device, **changes: Any) -> tuple[list[int], list[list[float]]]:
-    """Rows 1..3 of slot 0 to slots 1 and 2, four rows in pages of two, with one argument bent: (status, rows)."""
+    """Return (status, rows) after copying rows 1..3 of slot 0 to slots 1 and 2 with one argument changed."""
     pool = torch.arange(12.0, device=device).view(1, 6, 2, 1, 1).clone()
     v_pool = -pool
     arguments = {
@@ -110,7 +110,7 @@ COPIED, UNTOUCHED, OTHER = [4.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 1.0
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("wild", [-1, 6, 2**31 - 1, -(2**31)])
-def test_bad_data_is_refused(device: torch.device, wild: int) -> None:
+def test_copy_kv_refuses_bad_data(device: torch.device, wild: int) -> None:
     def with_slot_1(status: int, rows: list[float]) -> tuple[list[int], list[list[float]]]:
         return [0, status, 0], [rows, OTHER]
 
@@ -126,7 +126,7 @@ def test_bad_data_is_refused(device: torch.device, wild: int) -> None:
 
 
 @pytest.mark.sanitize
-def test_refusals(device: torch.device) -> None:
+def test_copy_kv_reports_status_of_refused_slots(device: torch.device) -> None:
     assert refuse(device, status=[0, STALLED, 0]) == ([0, STALLED, 0], [UNTOUCHED, OTHER])
     assert refuse(device, status=[STALLED, 0, 0]) == ([STALLED, 0, 0], [COPIED, OTHER]), "a source is only read"
     assert refuse(device, prefix_lens=[0, 5, 4]) == ([0, BAD_LENGTH, 0], [UNTOUCHED, OTHER])
@@ -134,7 +134,7 @@ def test_refusals(device: torch.device) -> None:
     assert shared == ([0, SHARED_PAGE, 0], [[4.0, 1.0, 6.0, 7.0], OTHER])
 
 
-def test_empty_batch_and_no_layers(device: torch.device) -> None:
+def test_copy_kv_accepts_empty_batch_and_no_layers(device: torch.device) -> None:
     table, one, none = ints([[0]], device), ints([0], device), ints([], device)
     pools = torch.zeros(2, 1, 2, 1, 4, device=device)
     sd.copy_kv(pools, pools.clone(), table, none, none, one, none)
@@ -153,7 +153,7 @@ def test_empty_batch_and_no_layers(device: torch.device) -> None:
         ({"page_refs": torch.zeros(4, dtype=INT)}, "copy_kv: page_refs has shape [4], expected [num_pages=5]"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
+def test_copy_kv_error_messages(change: dict[str, torch.Tensor], message: str) -> None:
     pools, rows = torch.zeros(3, 5, 2, 1, 4), torch.zeros(2, dtype=INT)
     arguments = {
         "k_pools": pools,

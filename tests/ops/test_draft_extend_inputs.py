@@ -1,4 +1,4 @@
-"""draft_extend_inputs against its reference, which goes row by row."""
+"""draft_extend_inputs against its row-by-row reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def poisoned(batch: int, width: int, device: torch.device) -> sd.DraftExtendInpu
     ("batch", "accept_width", "num_nodes"), [(0, 3, 4), (1, 1, 1), (5, 6, 32), (67, 6, 4), (300, 7, 7)]
 )
 @pytest.mark.parametrize("with_slots", [False, True])
-def test_draft_extend_inputs(
+def test_draft_extend_inputs_matches_reference(
     batch: int, accept_width: int, num_nodes: int, with_slots: bool, device: torch.device
 ) -> None:
     num_slots = batch + 3
@@ -59,7 +59,7 @@ def test_draft_extend_inputs(
 
 
 @pytest.mark.sanitize
-def test_wild_numbers_stay_in_bounds(device: torch.device) -> None:
+def test_draft_extend_inputs_of_out_of_range_values_stays_in_bounds(device: torch.device) -> None:
     wild = torch.tensor(WILD, dtype=torch.int32)
     tokens, path = torch.stack([wild, wild.flip(0)]), torch.stack([wild, wild])
     got = sd.draft_extend_inputs(
@@ -89,7 +89,7 @@ def test_wild_numbers_stay_in_bounds(device: torch.device) -> None:
         ),
     ],
 )
-def test_refuses(change: dict[str, object], message: str, device: torch.device) -> None:
+def test_draft_extend_inputs_error_messages(change: dict[str, object], message: str, device: torch.device) -> None:
     arguments: dict[str, object] = {
         "tokens": ints(0, 9, 2, 3),
         "path": ints(0, 4, 2, 3),

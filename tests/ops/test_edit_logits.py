@@ -1,4 +1,4 @@
-"""edit_logits against its reference: equal to the bit, and nothing else is touched."""
+"""edit_logits against its reference, bitwise; nothing else is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_edits(num_slots: int, vocab: int, kinds: torch.Tensor | None = None) 
 
 
 def random_trees(batch: int, nodes: int, vocab: int) -> sd.Tree:
-    """Trees of few different tokens, so that a path has one several times."""
+    """Return trees over few distinct tokens, so that a path repeats tokens."""
     parents = torch.tensor(
         [[-1, *(int(torch.randint(0, i, ())) for i in range(1, nodes))] for _ in range(batch)], dtype=INT
     )
@@ -55,7 +55,7 @@ def check(logits: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("batch", "nodes", "vocab", "slots"), [(1, 1, 1, 1), (3, 40, 71, 5), (5, 70, 33, 8), (2, 3, 4999, 2)]
 )
-def test_matches_reference(
+def test_edit_logits_matches_reference(
     device: torch.device, dtype: torch.dtype, batch: int, nodes: int, vocab: int, slots: int
 ) -> None:
     for _ in range(4):
@@ -77,7 +77,7 @@ def test_matches_reference(
 
 
 @pytest.mark.sanitize
-def test_packed_rows_are_those_of_each_request(device: torch.device) -> None:
+def test_edit_logits_of_packed_rows_equals_padded_rows(device: torch.device) -> None:
     batch, nodes, vocab = 4, 20, 50
     for _ in range(4):
         tree, edits = random_trees(batch, nodes, vocab), random_edits(6, vocab)
@@ -89,7 +89,7 @@ def test_packed_rows_are_those_of_each_request(device: torch.device) -> None:
 
         def pack(values: torch.Tensor, counts: torch.Tensor = counts) -> torch.Tensor:
             rows = [values[b, : int(n)] for b, n in enumerate(counts)]
-            return torch.cat([*rows, torch.zeros_like(values[0, :3])]).to(device)  # the last ones are nobody's
+            return torch.cat([*rows, torch.zeros_like(values[0, :3])]).to(device)  # the last ones belong to no request
 
         packed, mask, allowed = pack(logits), pack(tree.mask), pack(vocab_mask)
         reference.edit_logits(logits, tree.mask, tree.tokens, edits, vocab_mask, slots)
@@ -99,8 +99,8 @@ def test_packed_rows_are_those_of_each_request(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_by_hand(device: torch.device) -> None:
-    """The root 1 has a child 2, which has a child 2; 0 is in the prompt, 1 in prompt and text, 3 is biased."""
+def test_edit_logits_of_a_worked_example(device: torch.device) -> None:
+    """Root 1 has child 2, which has child 2; 0 is in the prompt, 1 in prompt and text, 3 has a bias."""
     tree = sd.build_tree_from_parents(
         torch.tensor([[1, 2, 2]], dtype=INT), torch.tensor([[-1, 0, 1]], dtype=INT), torch.zeros(1, dtype=INT)
     )
@@ -114,7 +114,7 @@ def test_by_hand(device: torch.device) -> None:
     assert logits.tolist() == [[[2, -8.75, 8, -2, 7], [2, -8.75, 3.25, -2, 7], [2, -8.75, 3, -2, 7]]]
 
 
-def test_who_asks_for_nothing_is_not_read(device: torch.device) -> None:
+def test_edit_logits_does_not_read_rows_without_edits(device: torch.device) -> None:
     tree = random_trees(2, 5, 9)
     edits = random_edits(2, 9, kinds=torch.zeros(2, dtype=INT))
     edits.bias.fill_(torch.nan)
@@ -126,19 +126,19 @@ def test_who_asks_for_nothing_is_not_read(device: torch.device) -> None:
     assert check(torch.zeros(2, 5, 9, device=device), tree.mask, tree.tokens, masked).eq(0).all()
 
 
-def test_wild_numbers(device: torch.device) -> None:
+def test_edit_logits_of_out_of_range_values_stays_in_bounds(device: torch.device) -> None:
     tokens = torch.tensor([[0, -1, 2**31 - 1, -(2**31)]], dtype=INT)
-    mask = torch.full((1, 4, 2), -1)  # bits of nodes that there are not
+    mask = torch.full((1, 4, 2), -1)  # bits of nodes that do not exist
     check(torch.randn(1, 4, 3, device=device), mask, tokens, random_edits(1, 3, kinds=torch.full((1,), 3, dtype=INT)))
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_edit_logits_accepts_empty_batch(device: torch.device) -> None:
     check(
         torch.zeros(0, 3, 5, device=device), torch.zeros(0, 3, 1).long(), torch.zeros(0, 3).to(INT), random_edits(2, 5)
     )
 
 
-def test_commit_tokens_counts_what_it_keeps(device: torch.device) -> None:
+def test_commit_tokens_counts_committed_tokens(device: torch.device) -> None:
     state = on(device, sd.make_slot_state(3, 100, 1, like=torch.zeros(1)))
     state.remaining[:] = torch.tensor([9, 2, 9], dtype=INT)
     state.stop_tokens[0] = 4
@@ -168,7 +168,7 @@ EDITS = sd.make_logit_edits(2, 8, like=torch.zeros(1))
     ],
     ids=["dtype", "mask", "tokens", "bias", "counts", "vocab_mask", "slots"],
 )  # fmt: skip
-def test_messages(change: dict[str, Any], message: str) -> None:
+def test_edit_logits_error_messages(change: dict[str, Any], message: str) -> None:
     arguments = {
         "logits": torch.zeros(2, 3, 8),
         "mask": torch.zeros(2, 3, 1).long(),
@@ -180,7 +180,7 @@ def test_messages(change: dict[str, Any], message: str) -> None:
     assert str(error.value) == message
 
 
-def test_messages_of_edits() -> None:
+def test_logit_edits_error_messages() -> None:
     with pytest.raises(TypeError) as error:
         sd.edit_logits(torch.zeros(1, 1, 8), torch.zeros(1, 1, 1).long(), torch.zeros(1, 1).to(INT), ())
     assert str(error.value) == "edit_logits: edits is a tuple, expected a LogitEdits"

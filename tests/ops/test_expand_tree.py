@@ -1,4 +1,4 @@
-"""expand_root and expand_tree against their references, which do one candidate at a time."""
+"""expand_root and expand_tree against their references, which process one candidate at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WILD = [-1, 2**31 - 1]
 
 
 def quantized_logprobs(*shape: int) -> torch.Tensor:
-    """Few distinct values that add up exactly, so that most scores tie; some children are impossible."""
+    """Return log-probabilities of few values that add exactly, so that most scores tie; some are -inf."""
     x = -torch.randint(0, 6, shape) / 4
     return torch.where(torch.rand(shape) < 0.1, -torch.inf, x)
 
@@ -54,7 +54,7 @@ def assert_same(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) -> No
 def check_steps(
     device: torch.device, num_slots: int, k: int, num_steps: int, slots: torch.Tensor | None, position_offset: int = 0
 ) -> None:
-    """Every step of a draft, each compared with the reference; scores compare bit for bit."""
+    """Compare every step of a draft with the reference; scores compare bitwise."""
     ids, logprobs, seq_lens = random_state(num_slots, k)
     on_device = lambda t: None if t is None else t.to(device)  # noqa: E731
     batch = num_slots if slots is None else len(slots)
@@ -113,27 +113,27 @@ def check_steps(
         (1, 64, 2),
     ],
 )
-def test_every_step_matches_reference(device: torch.device, num_slots: int, k: int, num_steps: int) -> None:
+def test_expand_ops_match_reference_in_every_step(device: torch.device, num_slots: int, k: int, num_steps: int) -> None:
     check_steps(device, num_slots, k, num_steps, None)
 
 
-def test_slots_and_empty_rows(device: torch.device) -> None:
+def test_expand_ops_with_slots_and_empty_rows_match_reference(device: torch.device) -> None:
     slots = torch.tensor([4, -1, 0, *WILD, 2], dtype=torch.int32)
     check_steps(device, 5, 3, 4, slots, position_offset=1)
 
 
 @pytest.mark.sanitize
-def test_small(device: torch.device) -> None:
+def test_expand_ops_match_reference_on_small_inputs(device: torch.device) -> None:
     check_steps(device, 2, 2, 3, torch.tensor([1, -1, 0], dtype=torch.int32))
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_expand_ops_accept_empty_batch(device: torch.device) -> None:
     check_steps(device, 0, 3, 2, None)
     check_steps(device, 2, 3, 2, torch.empty(0, dtype=torch.int32))
 
 
 def two_parents(device: torch.device) -> tuple[sd.Candidates, sd.Frontier, torch.Tensor]:
-    """K = 2, two steps: parents of score 0 and -1."""
+    """Return the inputs of the second step, with K = 2 and parents of score 0 and -1."""
     seq_lens = torch.tensor([7], dtype=torch.int32, device=device)
     ids = torch.tensor([[5, 6]], dtype=torch.int32, device=device)
     candidates, frontier = sd.expand_root(ids, torch.tensor([[0.0, -1.0]], device=device), seq_lens, 2)
@@ -150,13 +150,13 @@ def expand(device: torch.device, logprobs: list[list[float]], nodes: list[int] |
     return candidates.scores[0, 2:].tolist(), frontier.nodes[0].tolist()
 
 
-def test_ties_go_to_the_lower_candidate_number(device: torch.device) -> None:
+def test_expand_tree_breaks_ties_by_candidate_index(device: torch.device) -> None:
     assert expand(device, [[-2.0, -1.5], [-0.5, -0.5]]) == ([-2.0, -1.5, -1.5, -1.5], [3, 4])
 
 
 @pytest.mark.parametrize("k", [11, 12, 64])
 @pytest.mark.parametrize("logprob", [-1.0, -torch.inf])
-def test_equal_scores(device: torch.device, k: int, logprob: float) -> None:
+def test_expand_tree_of_equal_scores(device: torch.device, k: int, logprob: float) -> None:
     seq_lens = torch.tensor([7], dtype=torch.int32, device=device)
     ids = torch.zeros(1, k, k, dtype=torch.int32, device=device)
     candidates, frontier = sd.expand_root(ids[0, :1], torch.zeros(1, k, device=device), seq_lens, 2)
@@ -165,22 +165,22 @@ def test_equal_scores(device: torch.device, k: int, logprob: float) -> None:
     assert frontier.nodes[0].tolist() == list(range(k, 2 * k))
 
 
-def test_a_child_never_scores_above_its_parent(device: torch.device) -> None:
+def test_expand_tree_caps_scores_at_parent(device: torch.device) -> None:
     assert expand(device, [[0.5, -2.0], [3.0, torch.inf]])[0] == [0.0, -2.0, -1.0, -1.0]
 
 
-def test_nan_counts_as_minus_infinity_and_fills_the_frontier_last(device: torch.device) -> None:
+def test_expand_tree_treats_nan_as_minus_infinity(device: torch.device) -> None:
     inf, nan = torch.inf, torch.nan
     assert expand(device, [[nan, -inf], [nan, -3.0]]) == ([-inf, -inf, -inf, -4.0], [5, 2])
 
 
 @pytest.mark.parametrize("wild", [*WILD, -(2**31), 2], ids=str)
-def test_frontier_node_that_is_no_candidate_has_impossible_children(device: torch.device, wild: int) -> None:
+def test_expand_tree_of_invalid_frontier_node_gives_impossible_children(device: torch.device, wild: int) -> None:
     inf = torch.inf
     assert expand(device, [[-1.0, -2.0], [-3.0, -4.0]], [wild, 1]) == ([-inf, -inf, -4.0, -5.0], [4, 5])
 
 
-def test_wild_logprobs_of_the_root(device: torch.device) -> None:
+def test_expand_root_of_special_logprobs(device: torch.device) -> None:
     inf, nan = torch.inf, torch.nan
     logprobs = torch.tensor([[nan, -inf, inf, 0.25, -0.5]], device=device)
     ids = torch.arange(5, dtype=torch.int32, device=device).view(1, 5)
@@ -188,7 +188,7 @@ def test_wild_logprobs_of_the_root(device: torch.device) -> None:
     assert candidates.scores.tolist() == [[-inf, -inf, 0.0, 0.0, -0.5]]
 
 
-def test_batch_permutation(device: torch.device) -> None:
+def test_expand_ops_commute_with_batch_permutation(device: torch.device) -> None:
     k, steps = 4, 3
     ids, logprobs, seq_lens = (t.to(device) for t in random_state(5, k))
     child_ids = torch.randint(0, 99, (5, k, k), dtype=torch.int32, device=device)
@@ -206,7 +206,7 @@ def test_batch_permutation(device: torch.device) -> None:
     assert_same(*results)
 
 
-def test_graph_replay_with_changed_inputs() -> None:
+def test_expand_ops_graph_replay_reads_changed_inputs() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     device, k = torch.device("cuda"), 3
@@ -231,7 +231,7 @@ def test_graph_replay_with_changed_inputs() -> None:
     assert_same(captured, [t.cpu() for t in draft()])
 
 
-def test_numpy_arrays() -> None:
+def test_expand_ops_accept_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     candidates, frontier = sd.expand_root(
         np.array([[3, 4]], np.int32), np.array([[-1, -2]], np.float32), np.array([9], np.int32), 3
@@ -258,7 +258,7 @@ def int32(*shape: int) -> torch.Tensor:
         ({"frontier_tokens": int32(2, 3).t()}, "expand_root: out[1].tokens has shape [3, 2] and is not contiguous, expected a contiguous tensor"),
     ],
 )  # fmt: skip
-def test_messages_of_expand_root(change: dict[str, object], message: str) -> None:
+def test_expand_root_error_messages(change: dict[str, object], message: str) -> None:
     arguments = {"topk_ids": int32(3, 2), "topk_logprobs": torch.zeros(3, 2), "seq_lens": int32(3), "num_steps": 2}
     outputs = {"scores": torch.zeros(3, 6), "frontier_tokens": int32(3, 2), "mask": torch.zeros(3, 2, 1).long()}
     given = arguments | outputs | change
@@ -287,7 +287,7 @@ def test_messages_of_expand_root(change: dict[str, object], message: str) -> Non
         ({"out": sd.DraftInputs(int32(3, 2), int32(3), int32(3, 2))}, "expand_tree: out.parent_rows has shape [3], expected [batch=3, k=2]"),
     ],
 )  # fmt: skip
-def test_messages_of_expand_tree(change: dict[str, object], message: str) -> None:
+def test_expand_tree_error_messages(change: dict[str, object], message: str) -> None:
     arguments = {
         "topk_ids": int32(3, 2, 2),
         "topk_logprobs": torch.zeros(3, 2, 2),
@@ -305,7 +305,7 @@ def test_messages_of_expand_tree(change: dict[str, object], message: str) -> Non
     assert str(error.value) == message
 
 
-def test_in_place_arguments_must_be_writable() -> None:
+def test_expand_tree_refuses_read_only_in_place_arguments() -> None:
     np = pytest.importorskip("numpy")
     ids = np.zeros((1, 1, 1), np.int32)
     columns = sd.Candidates(np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))

@@ -1,4 +1,4 @@
-"""fork_pages: each rule by hand. Random sequences of calls are in test_page_sequences.py, the copy in test_copy_kv.py."""
+"""fork_pages: each rule in a worked example. Random calls: test_page_sequences.py; copying: test_copy_kv.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ STALLED, BAD_PAGE, BAD_LENGTH = (int(bit) for bit in (sd.Status.STALLED, sd.Stat
 
 
 @pytest.mark.sanitize
-def test_whole_pages_are_shared_and_a_partial_one_is_new(device: torch.device) -> None:
+def test_fork_pages_shares_full_pages_and_allocates_partial_one(device: torch.device) -> None:
     pools = TwoPools(device, 9, 4, 4, 4)
-    pools.alloc([9, 0, 0, 0], 6, [0])  # four pages, of which nine rows are two and a bit
+    pools.alloc([9, 0, 0, 0], 6, [0])  # four pages; nine rows fill two of them and start a third
     assert pools.fork([0, 0, 0], [1, 3, 2], [9, 9, 8, 3]) == [1, 3, 0]
     assert [pools.table(slot) for slot in range(4)] == [[0, 1, 2, 3], [0, 1, 4], [0, 1], [5]]
     assert pools.pool.page_refs.tolist() == [3, 3, 1, 1, 1, 1, 0, 0, 0]
@@ -28,7 +28,7 @@ def test_whole_pages_are_shared_and_a_partial_one_is_new(device: torch.device) -
     pools.assert_conserved()
 
 
-def test_a_source_may_end_before_its_forks(device: torch.device) -> None:
+def test_fork_pages_keeps_pages_of_a_released_source(device: torch.device) -> None:
     pools = TwoPools(device, 4, 3, 2, 1)
     pools.alloc([2, 0, 0])
     pools.fork([0], [1], [0, 2, 0])
@@ -40,7 +40,7 @@ def test_a_source_may_end_before_its_forks(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_a_fork_without_a_free_page_is_stalled_and_later_ones_are_tried(device: torch.device) -> None:
+def test_fork_pages_stalls_fork_without_free_page_and_tries_later_ones(device: torch.device) -> None:
     pools = TwoPools(device, 4, 5, 3, 2)
     pools.alloc([5, 0, 0, 0, 0])
     lens = [0, 5, 3, 4, 1]
@@ -53,15 +53,15 @@ def test_a_fork_without_a_free_page_is_stalled_and_later_ones_are_tried(device: 
     pools.assert_conserved()
 
 
-def test_sources_are_taken_as_they_were_before_the_call(device: torch.device) -> None:
+def test_fork_pages_reads_sources_as_before_the_call(device: torch.device) -> None:
     pools = TwoPools(device, 4, 4, 2, 1)
     pools.alloc([1, 0, 0, 0])
     pools.fork([0, 1, 3], [1, 2, 3], [0, 1, 1, 0])
     assert [pools.table(slot) for slot in range(4)] == [[0], [0], [], []]
-    assert pools.status.tolist() == [0, 0, BAD_LENGTH, 0], "nothing of nothing is a fork, too"
+    assert pools.status.tolist() == [0, 0, BAD_LENGTH, 0], "forking zero rows of an empty slot succeeds"
 
 
-def test_a_destination_is_served_for_its_first_row(device: torch.device) -> None:
+def test_fork_pages_uses_first_row_of_a_repeated_destination(device: torch.device) -> None:
     pools = TwoPools(device, 4, 3, 2, 1)
     pools.alloc([1, 2, 0])
     pools.fork([7, 1, 0, 1], [2, 2, 2, -1], [0, 0, 1])
@@ -70,7 +70,7 @@ def test_a_destination_is_served_for_its_first_row(device: torch.device) -> None
 
 
 @pytest.mark.sanitize
-def test_what_is_refused_changes_nothing(device: torch.device) -> None:
+def test_fork_pages_refused_rows_change_nothing(device: torch.device) -> None:
     pools = TwoPools(device, 6, 6, 2, 2)
     pools.alloc([3, 3, 0, 0, 0, 0])
     assert pools.fork([0, 0, 0, 0, 2], [1, 2, 3, 4, 5], [3, 3, -1, 5, 2**31 - 1, 1]) == [0] * 5
@@ -80,7 +80,7 @@ def test_what_is_refused_changes_nothing(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_what_is_no_page_is_not_shared(device: torch.device) -> None:
+def test_fork_pages_skips_invalid_pages(device: torch.device) -> None:
     pools = TwoPools(device, 9, 3, 7, 1)
     pools.alloc([6, 0, 0])
     for index, wild in ((1, -1), (2, 9), (3, 2**31 - 1), (4, 8)):  # 8 has no owner
@@ -90,8 +90,8 @@ def test_what_is_no_page_is_not_shared(device: torch.device) -> None:
     assert pools.status.tolist() == [0, 0, BAD_PAGE]
 
 
-def test_many_forks_of_many_pages(device: torch.device) -> None:
-    """As many as a call can have, of more pages than a block has threads."""
+def test_fork_pages_of_largest_call(device: torch.device) -> None:
+    """The most forks that one call accepts, of more pages than a block has threads."""
     pools = TwoPools(device, 1000, 600, 50, 3)
     pools.alloc([140, 97, 0, 31] + [0] * 596)
     lens = torch.randint(0, 31, (600,)).tolist()
@@ -100,7 +100,7 @@ def test_many_forks_of_many_pages(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_graph_replay_with_changed_inputs() -> None:
+def test_fork_pages_graph_replay_reads_changed_inputs() -> None:
     device = torch.device("cuda")
     pool, model = (sd.make_page_pool(20, 4, 4, 2, torch.empty(0, device=d)) for d in (device, torch.device("cpu")))
     lens, sources, targets = (torch.zeros(n, dtype=INT, device=device) for n in (4, 2, 2))
@@ -131,7 +131,7 @@ def test_graph_replay_with_changed_inputs() -> None:
         ({"out": torch.zeros(3, dtype=INT)}, "fork_pages: out has shape [3], expected [batch=2]"),
     ],
 )
-def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
+def test_fork_pages_error_messages(change: dict[str, torch.Tensor], message: str) -> None:
     pool = sd.make_page_pool(4, 3, 3, 1, torch.empty(0))
     rows = torch.zeros(2, dtype=INT)
     arguments = {"src_slots": rows, "dst_slots": rows, "prefix_lens": torch.zeros(3, dtype=INT)} | change

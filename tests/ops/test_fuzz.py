@@ -1,7 +1,7 @@
-"""Ops with random and forged arguments, and with empty ones: see support/random_calls.py.
+"""Ops with random, forged and empty arguments: see support/random_calls.py.
 
 SPECDEC_FUZZ=100000 pytest -m fuzz makes that many calls. A failure names its seed: SPECDEC_FUZZ_SEED=<seed> makes that call
-alone. `./build.sh dev --sanitize` builds what this is best run with.
+alone. A build by `./build.sh dev --sanitize` finds the most.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CALLS = int(os.environ.get("SPECDEC_FUZZ", 1500))
 
 
 @pytest.mark.parametrize("seeds", ["fixed", *exhaustive("fresh")])
-def test_random_calls_refuse_or_repeat(seeds: str) -> None:
-    """The calls are made by a process of their own, so that one which kills it still has its seed in the output."""
+def test_ops_of_random_calls_refuse_or_are_deterministic(seeds: str) -> None:
+    """A process of its own makes the calls; if one kills it, its output still has the seed."""
     only = os.environ.get("SPECDEC_FUZZ_SEED")
     first = int(only) if only else 0 if seeds == "fixed" else random.SystemRandom().randrange(2**40)
     command = [sys.executable, "-m", "support.random_calls", str(first), str(1 if only else CALLS)]
@@ -35,8 +35,8 @@ def test_random_calls_refuse_or_repeat(seeds: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_an_empty_tensor_is_not_an_absent_one(op: str) -> None:
-    """An empty tensor's data pointer is null, which ops must not read as "not given"."""
+def test_ops_distinguish_empty_tensors_from_none(op: str) -> None:
+    """An empty tensor's data pointer is null, which an op must not read as an omitted argument."""
     torch.manual_seed(0)
     for arguments, options in calls(op, torch.device("cpu")):
         named = dict(enumerate(arguments)) | options

@@ -1,4 +1,4 @@
-"""The layers' ops: add_rms_norm, rms_norm_concat, silu_and_mul, small_m_gemm, moe_grouped_gemm, moe_route, moe_combine, rope_qkv_write_kv."""
+"""Ops of layers: RMSNorm, SwiGLU, small-M and expert GEMMs, MoE routing, quantization, RoPE with KV write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Multiplier = tuple[torch.device, str | None]  # a device and one of its kernels 
 
 
 def check(got: torch.Tensor, want: torch.Tensor, factor: float = 1) -> None:
-    """Within a few roundings of the float64 result, relative to its scale."""
+    """Check an error of a few roundings against the float64 result, relative to its scale."""
     error = (got.double().cpu() - want.double().cpu()).abs().max()
     assert error <= factor * TOLERANCES[got.dtype] * max(1.0, float(want.abs().max())), float(error)
 
@@ -34,7 +34,9 @@ def check(got: torch.Tensor, want: torch.Tensor, factor: float = 1) -> None:
     ("rows", "width"), [(1, 1), (3, 7), (5, 64), (2, 4096), (1, 20000), (0, 8), (1100, 72), (1100, 5000)]
 )
 @pytest.mark.parametrize("add", [False, True])
-def test_add_rms_norm(rows: int, width: int, add: bool, dtype: torch.dtype, device: torch.device) -> None:
+def test_add_rms_norm_matches_reference(
+    rows: int, width: int, add: bool, dtype: torch.dtype, device: torch.device
+) -> None:
     x, residual = (torch.randn(rows, width, device=device).to(dtype) for _ in range(2))
     weight = torch.randn(width, device=device).to(dtype)
     out, total = sd.add_rms_norm(x, weight, 1e-5, residual=residual if add else None)
@@ -46,7 +48,7 @@ def test_add_rms_norm(rows: int, width: int, add: bool, dtype: torch.dtype, devi
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_add_rms_norm_of_strided_rows_and_in_place(dtype: torch.dtype, device: torch.device) -> None:
+def test_add_rms_norm_of_strided_rows_in_place_matches_reference(dtype: torch.dtype, device: torch.device) -> None:
     wide = torch.randn(4, 200, device=device).to(dtype)
     x, residual = wide[:, :64], wide[:, 101:165]  # the second is off 16 bytes
     weight = torch.randn(64, device=device).to(dtype)
@@ -63,10 +65,10 @@ def test_add_rms_norm_of_strided_rows_and_in_place(dtype: torch.dtype, device: t
 @pytest.mark.parametrize("group_size", [None, 128])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 136), (2, 4096), (5, 1000), (600, 264), (1, 20000), (0, 8)])
-def test_add_rms_norm_rounded(
+def test_add_rms_norm_quantized_equals_quantize_fp8(
     rows: int, width: int, add: bool, group_size: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The very numbers that quantize_fp8 makes of the rows as they would be stored, and nothing beside them."""
+    """Elements and scales equal those of quantize_fp8 over the stored rows; padding columns stay untouched."""
     x, residual = (torch.randn(rows, width, device=device).to(dtype) for _ in range(2))
     weight = torch.randn(width, device=device).to(dtype)
     if rows:
@@ -89,13 +91,13 @@ def test_add_rms_norm_rounded(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group_size", [None, 128])
 @pytest.mark.parametrize(
-    ("rows", "taken", "width"), [(1, 8, 2048), (3, 1, 136), (5, 11, 20000), (2, 3, 7), (600, 2, 264), (0, 2, 8)]
+    ("rows", "top_k", "width"), [(1, 8, 2048), (3, 1, 136), (5, 11, 20000), (2, 3, 7), (600, 2, 264), (0, 2, 8)]
 )
-def test_add_rms_norm_of_shares(
-    rows: int, taken: int, width: int, group_size: int | None, dtype: torch.dtype, device: torch.device
+def test_add_rms_norm_with_topk_weights_equals_moe_combine(
+    rows: int, top_k: int, width: int, group_size: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The very bits that add_rms_norm makes of what moe_combine makes, rounded or not."""
-    made, shares = torch.randn(rows * taken, width + 8, device=device).to(dtype)[:, :width], torch.rand(rows, taken)
+    """The result equals add_rms_norm over moe_combine bitwise, quantized or not."""
+    made, shares = torch.randn(rows * top_k, width + 8, device=device).to(dtype)[:, :width], torch.rand(rows, top_k)
     shares, residual = shares.to(device), torch.randn(rows, width, device=device).to(dtype)
     weight = torch.randn(width, device=device).to(dtype)
     combined = sd.moe_combine(made, shares)
@@ -118,7 +120,7 @@ def test_add_rms_norm_of_shares(
         ({"topk_weights": torch.rand(3, 2)}, "residual has shape [2, 8], expected [rows=3, width=8]"),
     ],
 )
-def test_add_rms_norm_of_shares_refuses(changes: dict[str, torch.Tensor | None], message: str) -> None:
+def test_add_rms_norm_with_topk_weights_error_messages(changes: dict[str, torch.Tensor | None], message: str) -> None:
     arguments = {"x": torch.randn(6, 8), "residual": torch.randn(2, 8), "topk_weights": torch.rand(2, 3)}
     with pytest.raises(ValueError) as error:
         sd.add_rms_norm(weight=torch.ones(8), eps=1e-5, **arguments | changes)
@@ -132,15 +134,15 @@ def test_add_rms_norm_of_shares_refuses(changes: dict[str, torch.Tensor | None],
         (264, torch.zeros(3, 4), "add_rms_norm: out_scales has shape [3, 4], expected [groups, rows=3]"),
     ],
 )
-def test_add_rms_norm_rounded_refuses(width: int, scales: torch.Tensor, message: str) -> None:
+def test_add_rms_norm_quantized_error_messages(width: int, scales: torch.Tensor, message: str) -> None:
     x = torch.zeros(3, width).bfloat16()
     with pytest.raises(ValueError) as error:
         sd.add_rms_norm(x, x[0], 1e-6, out_scales=scales)
     assert str(error.value) == message
 
 
-def test_add_rms_norm_rounded_off_16_bytes(device: torch.device) -> None:
-    """As any others on the CPU, where weights lie as files have them."""
+def test_add_rms_norm_quantized_of_rows_off_16_bytes_runs_on_cpu_alone(device: torch.device) -> None:
+    """On the CPU, weights have the alignment that their file gives them."""
     x, weight, scales = torch.randn(3, 13, device=device), torch.randn(13, device=device), torch.empty(1, 3).to(device)
     if device.type == "cuda":
         with pytest.raises(ValueError) as error:
@@ -173,7 +175,7 @@ def pair_inputs(rows: int, width: int, dtype: torch.dtype, device: torch.device)
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (5, 7), (3, 64), (2, 4096), (1, 20000), (0, 8), (640, 72)])
-def test_rms_norm_concat(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_rms_norm_concat_matches_reference(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     inputs = pair_inputs(rows, width, dtype, device)
     for feature_rows in (inputs.pop("feature_rows"), None):
         out = torch.full((rows, 2 * width + 8), torch.nan, device=device).to(dtype)
@@ -194,7 +196,7 @@ def test_rms_norm_concat(rows: int, width: int, dtype: torch.dtype, device: torc
         ({"eps": 0.0}, "rms_norm_concat: eps is 0.000000, expected a finite float32 above 0"),
     ],
 )
-def test_rms_norm_concat_refuses(change: dict[str, object], message: str) -> None:
+def test_rms_norm_concat_error_messages(change: dict[str, object], message: str) -> None:
     inputs = pair_inputs(4, 8, torch.float32, torch.device("cpu"))
     del inputs["feature_rows"]
     with pytest.raises(ValueError) as error:
@@ -207,7 +209,7 @@ def test_rms_norm_concat_refuses(change: dict[str, object], message: str) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 7), (2, 64), (5, 1536), (0, 8)])
-def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_silu_and_mul_matches_reference(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
     x = 4 * torch.randn(rows, 2 * width, device=device).to(dtype)
     out = sd.silu_and_mul(x)
     assert out.shape == (rows, width)
@@ -215,7 +217,7 @@ def test_silu_and_mul(rows: int, width: int, dtype: torch.dtype, device: torch.d
         check(out, reference.silu_and_mul(x))
 
 
-def test_silu_and_mul_at_the_ends(device: torch.device) -> None:
+def test_silu_and_mul_of_extreme_values(device: torch.device) -> None:
     gate = torch.tensor([[-1e30, -200.0, 0.0, 200.0, 1e30]], device=device)
     out = sd.silu_and_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))
     assert out.tolist() == [[0, 0, 0, 200, pytest.approx(1e30)]]
@@ -224,7 +226,7 @@ def test_silu_and_mul_at_the_ends(device: torch.device) -> None:
 # --- small_m_gemm
 
 
-# Who multiplies, from sizes alone: [rows, outs, ins, bits, gated, Hopper].
+# The kernel that each size selects: [rows, out_features, in_features, bits, gated, Hopper].
 LINEAR_PLANS = {
     "sm90.wgmma": [
         (1, 6144, 4096, 16, False, True),
@@ -246,36 +248,36 @@ LINEAR_PLANS = {
     ],
     "library": [
         (0, 6144, 4096, 16, False, True),
-        (65, 6144, 4096, 16, False, False),  # more than few, without wgmma
-        (65, 32769, 4096, 16, False, True),  # more of the weight than its blocks take at once
+        (65, 6144, 4096, 16, False, False),  # more rows than the mma kernel serves, without wgmma
+        (65, 32769, 4096, 16, False, True),  # a weight larger than one wave of blocks
         (128, 151936, 4096, 16, False, True),
         (129, 4096, 4096, 16, False, True),
         (384, 24576, 4096, 16, True, True),
         (2048, 4096, 12288, 16, False, True),
         (1, 6144, 4096, 32, False, True),  # float32
-        (1, 6144, 4096, 8, False, False),  # 8 bits, which Hopper alone multiplies here
+        (1, 6144, 4096, 8, False, False),  # FP8, which needs Hopper
         (65, 6144, 4096, 8, False, True),
-        (1, 6144, 4160, 8, False, True),  # a length that is no multiple of 128
+        (1, 6144, 4160, 8, False, True),  # in_features is no multiple of 128
         (1, 6152, 4096, 8, False, True),
-        (1, 6144, 4224, 4, False, True),  # and of 256 for 4 bits
-        (1, 6144, 4100, 16, False, True),  # a length that is no multiple of 64
-        (1, 6152, 4096, 16, True, True),  # gates that do not come in eights
+        (1, 6144, 4224, 4, False, True),  # in_features is no multiple of 256, for 4 bits
+        (1, 6144, 4100, 16, False, True),  # in_features is no multiple of 64
+        (1, 6152, 4096, 16, True, True),  # out_features of gates is no multiple of 8
     ],
 }
 
 
 @pytest.mark.parametrize("plan", LINEAR_PLANS)
-def test_who_multiplies(plan: str) -> None:
+def test_small_m_gemm_plan_follows_from_sizes(plan: str) -> None:
     for sizes in LINEAR_PLANS[plan]:
         assert _C.small_m_gemm_plan_of_sizes(*sizes) == plan, sizes
 
 
-def test_every_plan_of_small_m_gemm_is_somebodys() -> None:
+def test_small_m_gemm_plans_are_all_selected_by_some_size() -> None:
     sizes = itertools.product((1, 64, 100, 300), (64, 40000), (64,), (4, 8, 16, 32), (True, False), (True, False))
     assert {_C.small_m_gemm_plan_of_sizes(*each) for each in sizes} == set(LINEAR_PLANS)
 
 
-def test_torch_multiplies_on_the_cpu() -> None:
+def test_small_m_gemm_plan_on_cpu_is_library() -> None:
     assert _C.small_m_gemm_plan(torch.zeros(1, 64).bfloat16(), torch.zeros(16, 64).bfloat16(), False) == "library"
 
 
@@ -290,7 +292,9 @@ def multiplier(request: pytest.FixtureRequest) -> Multiplier:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 33, 64, 90, 128])
 @pytest.mark.parametrize(("width", "outs"), [(64, 1), (320, 17), (1088, 48), (512, 5000), (192, 40000)])
-def test_small_m_gemm(rows: int, width: int, outs: int, dtype: torch.dtype, multiplier: Multiplier) -> None:
+def test_small_m_gemm_matches_reference(
+    rows: int, width: int, outs: int, dtype: torch.dtype, multiplier: Multiplier
+) -> None:
     device, plan = multiplier
     x = torch.randn(rows, width, device=device).to(dtype)
     weight = torch.randn(outs, width, device=device).to(dtype)
@@ -305,7 +309,9 @@ def test_small_m_gemm(rows: int, width: int, outs: int, dtype: torch.dtype, mult
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("rows", [0, 2, 14, 32, 64, 70, 128])
 @pytest.mark.parametrize(("width", "outs"), [(64, 8), (1152, 40), (512, 2504), (192, 20000)])
-def test_small_m_gemm_gated(rows: int, width: int, outs: int, dtype: torch.dtype, multiplier: Multiplier) -> None:
+def test_small_m_gemm_gated_matches_reference(
+    rows: int, width: int, outs: int, dtype: torch.dtype, multiplier: Multiplier
+) -> None:
     device, plan = multiplier
     x = torch.randn(rows, width, device=device).to(dtype)
     weight = (torch.randn(2 * outs, width, device=device) * width**-0.5).to(dtype)
@@ -319,7 +325,7 @@ def test_small_m_gemm_gated(rows: int, width: int, outs: int, dtype: torch.dtype
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("gated", [False, True])
-def test_small_m_gemm_of_strided_rows(gated: bool, multiplier: Multiplier) -> None:
+def test_small_m_gemm_of_strided_rows_matches_reference(gated: bool, multiplier: Multiplier) -> None:
     device, plan = multiplier
     for rows, width, outs in ((15, 64, 32), (200, 256, 96), (300, 512, 96), (600, 512, 128)):
         x, weight = (torch.randn(n, width + 96, device=device).bfloat16() for n in (rows, 2 * outs))
@@ -329,7 +335,7 @@ def test_small_m_gemm_of_strided_rows(gated: bool, multiplier: Multiplier) -> No
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("outs", [3008, 20000])
-def test_small_m_gemm_does_not_depend_on_its_neighbours(outs: int, gated: bool, multiplier: Multiplier) -> None:
+def test_small_m_gemm_rows_do_not_depend_on_batch(outs: int, gated: bool, multiplier: Multiplier) -> None:
     device, plan = multiplier
     x, weight = (torch.randn(n, 512, device=device).bfloat16() for n in (200, outs))
     whole = torch.cat([sd.small_m_gemm(part, weight, gated=gated, plan=plan) for part in x.split(40)])
@@ -342,7 +348,7 @@ def test_small_m_gemm_does_not_depend_on_its_neighbours(outs: int, gated: bool, 
 @pytest.mark.parametrize(
     ("rows", "width", "outs"), [(129, 64, 8), (300, 320, 48), (130, 512, 20000), (384, 64, 12288), (500, 192, 2504)]
 )
-def test_small_m_gemm_of_many(
+def test_small_m_gemm_of_many_rows_matches_reference(
     rows: int, width: int, outs: int, gated: bool, dtype: torch.dtype, multiplier: Multiplier
 ) -> None:
     device, plan = multiplier
@@ -360,7 +366,7 @@ def test_small_m_gemm_of_many(
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_small_m_gemm_of_many_do_not_depend_on_their_number(gated: bool, multiplier: Multiplier) -> None:
+def test_small_m_gemm_of_many_rows_does_not_depend_on_row_count(gated: bool, multiplier: Multiplier) -> None:
     device, plan = multiplier
     x, weight = (torch.randn(n, 320, device=device).bfloat16() for n in (700, 24576 if device.type == "cuda" else 64))
     whole = sd.small_m_gemm(x, weight, gated=gated, plan=plan)
@@ -368,8 +374,8 @@ def test_small_m_gemm_of_many_do_not_depend_on_their_number(gated: bool, multipl
         assert torch.equal(sd.small_m_gemm(x[first:last], weight, gated=gated, plan=plan), whole[first:last])
 
 
-@pytest.mark.parametrize("rows", [1, 100, 128, 129, 320])  # up to 128 the product itself
-def test_a_layers_gate_does_not_depend_on_who_takes_it(rows: int, device: torch.device) -> None:
+@pytest.mark.parametrize("rows", [1, 100, 128, 129, 320])  # small_m_gemm computes the gate itself up to 128 rows
+def test_linear_swiglu_matches_reference_on_every_kernel(rows: int, device: torch.device) -> None:
     outs = 12288 if device.type == "cuda" else 8
     x, weight = torch.randn(rows, 128, device=device).bfloat16(), torch.randn(2 * outs, 128, device=device).bfloat16()
     got = Linear(weight * 128**-0.5, None).swiglu(x)
@@ -385,13 +391,15 @@ def test_a_layers_gate_does_not_depend_on_who_takes_it(rows: int, device: torch.
         ((2, 64), (24, 64), True, "small_m_gemm: 2 * out_features is 24, expected a multiple of 16"),
     ],
 )
-def test_small_m_gemm_refuses(shape: tuple[int, int], weight: tuple[int, int], gated: bool, message: str) -> None:
+def test_small_m_gemm_error_messages(
+    shape: tuple[int, int], weight: tuple[int, int], gated: bool, message: str
+) -> None:
     with pytest.raises(ValueError) as error:
         sd.small_m_gemm(torch.zeros(shape).bfloat16(), torch.zeros(weight).bfloat16(), gated=gated)
     assert str(error.value) == message
 
 
-def test_small_m_gemm_refuses_a_plan_that_is_none(device: torch.device) -> None:
+def test_small_m_gemm_refuses_unknown_plan(device: torch.device) -> None:
     x, weight = torch.zeros(2, 64, device=device).bfloat16(), torch.zeros(4, 64, device=device).bfloat16()
     with pytest.raises(ValueError) as error:
         sd.small_m_gemm(x, weight, plan="sm70.mma")
@@ -421,17 +429,15 @@ def hopper(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def eight_bits(
-    rows: int, width: int, group_size: int | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of different lengths, whose groups are of different lengths, too."""
+def fp8_rows(rows: int, width: int, group_size: int | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return FP8 rows with scales, whose magnitude varies between rows and between groups."""
     x = torch.randn(rows, width, device=device) * torch.rand(rows, 1, device=device)
     grown = x.unflatten(1, (-1, 128)) * torch.rand(rows, width // 128, 1, device=device)
     return sd.quantize_fp8(grown.flatten(1), group_size=group_size)
 
 
-def check_eights(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Return the tolerance: tensor cores keep some 14 bits of the sums of 128 products."""
+def check_fp8(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Check with the tolerance of tensor cores, which keep about 14 bits of the sum of 128 products."""
     assert got.isfinite().all()
     assert (got.double() - want).norm() <= (2e-2 if got.dtype == torch.bfloat16 else 1e-2) / 4 * want.norm()
 
@@ -441,12 +447,12 @@ def check_eights(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("group_size", [None, 128])
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 17, 33, 64, 70, 130])
 @pytest.mark.parametrize(("width", "outs"), [(128, 16), (384, 48), (1024, 1056), (2048, 5008), (512, 20000)])
-def test_small_m_gemm_of_eight_bits(
+def test_small_m_gemm_of_fp8_matches_reference(
     rows: int, width: int, outs: int, group_size: int | None, gated: bool, hopper: torch.device
 ) -> None:
     if hopper.type == "cpu":
         rows, outs, width = min(rows, 9), 16, min(width, 384)
-    x, weight = eight_bits(rows, width, group_size, hopper), eight_bits(2 * outs, width, group_size, hopper)
+    x, weight = fp8_rows(rows, width, group_size, hopper), fp8_rows(2 * outs, width, group_size, hopper)
     made = outs if gated else 2 * outs
     for dtype, bias in ((torch.bfloat16, None), (torch.float16, torch.randn(2 * outs, device=hopper).half())):
         out = torch.full((rows, made + 8), torch.nan, dtype=dtype, device=hopper)
@@ -454,25 +460,25 @@ def test_small_m_gemm_of_eight_bits(
         sd.small_m_gemm(x[0], weight[0], bias, **scales, gated=gated, out=out[:, :made])
         assert out[:, made:].isnan().all()
         if rows:
-            check_eights(out[:, :made], reference.small_m_gemm(x[0], weight[0], bias, **scales, gated=gated))
+            check_fp8(out[:, :made], reference.small_m_gemm(x[0], weight[0], bias, **scales, gated=gated))
 
 
 @pytest.mark.parametrize("group_size", [None, 128])
 @pytest.mark.parametrize("outs", [3008, 20000])
-def test_small_m_gemm_of_eight_bits_do_not_depend_on_their_neighbours(
+def test_small_m_gemm_of_fp8_rows_do_not_depend_on_batch(
     outs: int, group_size: int | None, hopper: torch.device
 ) -> None:
     outs = 16 if hopper.type == "cpu" else outs
-    x, x_scales = eight_bits(60, 512, group_size, hopper)
-    weight, of_weight = eight_bits(outs, 512, group_size, hopper)
+    x, x_scales = fp8_rows(60, 512, group_size, hopper)
+    weight, of_weight = fp8_rows(outs, 512, group_size, hopper)
     whole = sd.small_m_gemm(x, weight, x_scales=x_scales, weight_scales=of_weight)
     for first, last in ((0, 1), (4, 9), (8, 24), (12, 44)):
         part = sd.small_m_gemm(x[first:last], weight, x_scales=x_scales[:, first:last], weight_scales=of_weight)
         assert torch.equal(part, whole[first:last])
 
 
-def four_bits(rows: int, width: int, groups: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Every byte is a pair of numbers, and every four bits are a zero."""
+def int4_weight(rows: int, width: int, groups: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return a packed INT4 weight and its scales: a byte holds two elements, a scale's low four bits its zero point."""
     weight = torch.randint(256, (rows, width // 2), dtype=torch.uint8, device=device)
     bits = (torch.rand(groups, rows, device=device) + 0.5).view(torch.int32)
     scales = (bits & ~15 | torch.randint(16, bits.shape, dtype=torch.int32, device=device)).view(torch.float32)
@@ -484,12 +490,12 @@ def four_bits(rows: int, width: int, groups: int, device: torch.device) -> dict[
 @pytest.mark.parametrize("by_groups", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 9, 17, 32, 33, 70])
 @pytest.mark.parametrize(("width", "outs"), [(256, 16), (768, 48), (1024, 1056), (2048, 5008), (512, 20000)])
-def test_small_m_gemm_of_four_bits(
+def test_small_m_gemm_of_int4_matches_reference(
     rows: int, width: int, outs: int, by_groups: bool, gated: bool, hopper: torch.device
 ) -> None:
     if hopper.type == "cpu":
         rows, outs, width = min(rows, 9), 16, min(width, 768)
-    weight = four_bits(2 * outs, width, width // 128 if by_groups else 1, hopper)
+    weight = int4_weight(2 * outs, width, width // 128 if by_groups else 1, hopper)
     made = outs if gated else 2 * outs
     for dtype in HALVES:
         x = (torch.randn(rows, width, device=hopper) * (width**-0.5 / 5 if gated else 1)).to(dtype)
@@ -502,9 +508,9 @@ def test_small_m_gemm_of_four_bits(
 
 
 @pytest.mark.parametrize("outs", [3008, 20000])
-def test_small_m_gemm_of_four_bits_do_not_depend_on_their_neighbours(outs: int, hopper: torch.device) -> None:
+def test_small_m_gemm_of_int4_rows_do_not_depend_on_batch(outs: int, hopper: torch.device) -> None:
     outs = 16 if hopper.type == "cpu" else outs
-    x, weight = torch.randn(60, 512, device=hopper).bfloat16(), four_bits(outs, 512, 4, hopper)
+    x, weight = torch.randn(60, 512, device=hopper).bfloat16(), int4_weight(outs, 512, 4, hopper)
     whole = sd.small_m_gemm(x, **weight)
     for first, last in ((0, 1), (4, 9), (8, 24), (12, 44)):
         assert torch.equal(sd.small_m_gemm(x[first:last], **weight), whole[first:last])
@@ -520,8 +526,8 @@ def test_small_m_gemm_of_four_bits_do_not_depend_on_their_neighbours(outs: int, 
         ({"x": torch.zeros(2, 256)}, "x is float32, expected float16 or bfloat16"),
     ],
 )  # fmt: skip
-def test_small_m_gemm_of_four_bits_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
-    arguments = {"x": torch.zeros(2, 256).bfloat16()} | four_bits(16, 256, 2, torch.device("cpu")) | changes
+def test_small_m_gemm_of_int4_error_messages(changes: dict[str, torch.Tensor], message: str) -> None:
+    arguments = {"x": torch.zeros(2, 256).bfloat16()} | int4_weight(16, 256, 2, torch.device("cpu")) | changes
     with pytest.raises(ValueError) as error:
         sd.small_m_gemm(**arguments)
     assert str(error.value) == f"small_m_gemm: {message}"
@@ -543,7 +549,7 @@ def test_small_m_gemm_of_four_bits_refuses(changes: dict[str, torch.Tensor], mes
         ({"weight": torch.zeros(8, 256).to(torch.float8_e4m3fn)}, "out_features is 8, expected a multiple of 16"),
     ],
 )
-def test_small_m_gemm_of_eight_bits_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+def test_small_m_gemm_of_fp8_error_messages(changes: dict[str, torch.Tensor], message: str) -> None:
     x, weight = (torch.zeros(n, 256).to(torch.float8_e4m3fn) for n in (2, 16))
     scales = {"x_scales": torch.ones(1, 2), "weight_scales": torch.ones(1, 16)}
     arguments = {"x": x, "weight": weight} | scales | changes
@@ -556,20 +562,20 @@ def test_small_m_gemm_of_eight_bits_refuses(changes: dict[str, torch.Tensor], me
 
 
 class Experts(NamedTuple):
-    """Arguments of moe_grouped_gemm, and rows that nobody may read."""
+    """Arguments of moe_grouped_gemm, and the experts that each row selects."""
 
     arguments: dict[str, torch.Tensor]
-    experts: torch.Tensor  # [T, taken]
+    experts: torch.Tensor  # [T, top_k]
 
 
 def experts_of(
-    rows: int, taken: int, experts: int, width: int, outs: int, scaled: str, device: torch.device
+    rows: int, top_k: int, experts: int, width: int, outs: int, scaled: str, device: torch.device
 ) -> Experts:
-    """Return rows that select experts at random, except the first two, which are poisoned with their scales.
+    """Return rows that select experts at random, never the first two, whose weights and scales are poisoned.
 
     Weights have 16 bits if `scaled` is "halves".
     """
-    chosen = 2 + torch.rand(rows, experts - 2).topk(taken).indices
+    chosen = 2 + torch.rand(rows, experts - 2).topk(top_k).indices
     flat, order = chosen.flatten().sort()
     arguments = {
         "sorted_pairs": order,
@@ -581,7 +587,7 @@ def experts_of(
         arguments["weight"][:2] = torch.nan
         return Experts({name: tensor.to(device) for name, tensor in arguments.items()}, chosen)
     group_size = 128 if scaled == "groups" else None
-    weight, weight_scales = eight_bits(experts * outs, width, group_size, torch.device("cpu"))
+    weight, weight_scales = fp8_rows(experts * outs, width, group_size, torch.device("cpu"))
     numbers = weight.view(experts, outs, width)
     scales = weight_scales.t().view(experts, outs, -1).mT.contiguous()
     numbers[:2], scales[:2] = torch.full_like(numbers[:2].float(), torch.nan).to(numbers.dtype), torch.nan
@@ -589,7 +595,7 @@ def experts_of(
     if scaled == "none":
         arguments["x"] = torch.randn(rows, width).bfloat16()
     else:
-        arguments["x"], arguments["x_scales"] = eight_bits(rows, width, group_size, torch.device("cpu"))
+        arguments["x"], arguments["x_scales"] = fp8_rows(rows, width, group_size, torch.device("cpu"))
     return Experts({name: tensor.to(device) for name, tensor in arguments.items()}, chosen)
 
 
@@ -597,22 +603,22 @@ def experts_of(
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("scaled", ["groups", "rows", "none"])
 @pytest.mark.parametrize(
-    ("rows", "taken", "experts", "width", "outs"),
+    ("rows", "top_k", "experts", "width", "outs"),
     [(1, 2, 5, 128, 16), (3, 4, 9, 768, 48), (8, 8, 20, 256, 32), (40, 2, 4, 640, 32), (70, 3, 130, 128, 16)],
 )
-def test_moe_grouped_gemm(
-    rows: int, taken: int, experts: int, width: int, outs: int, scaled: str, gated: bool, device: torch.device
+def test_moe_grouped_gemm_of_fp8_matches_reference(
+    rows: int, top_k: int, experts: int, width: int, outs: int, scaled: str, gated: bool, device: torch.device
 ) -> None:
-    """Who reads an expert that nobody takes, or a row of another, makes NaN of some number."""
-    given, _ = experts_of(rows, taken, experts, width, outs, scaled, device)
+    """Reading an expert that no row selects, or another row's input, would give NaN."""
+    given, _ = experts_of(rows, top_k, experts, width, outs, scaled, device)
     made = outs // 2 if gated else outs
     for dtype in (torch.bfloat16, torch.float16):
         if scaled == "none":
             given["x"] = given["x"].to(dtype)
-        wide = torch.full((rows * taken, made + 8), torch.nan, dtype=dtype, device=device)
+        wide = torch.full((rows * top_k, made + 8), torch.nan, dtype=dtype, device=device)
         sd.moe_grouped_gemm(**given, gated=gated, out=wide[:, :made])
         assert wide[:, made:].isnan().all()
-        check_eights(
+        check_fp8(
             wide[:, :made].cpu(), reference.moe_grouped_gemm(**{k: t.cpu() for k, t in given.items()}, gated=gated)
         )
 
@@ -620,7 +626,7 @@ def test_moe_grouped_gemm(
 @pytest.mark.sanitize
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "taken", "experts", "width", "outs"),
+    ("rows", "top_k", "experts", "width", "outs"),
     [
         (1, 2, 5, 64, 16),
         (1, 8, 30, 2048, 96),
@@ -632,15 +638,15 @@ def test_moe_grouped_gemm(
         (300, 2, 7, 64, 48),
     ],
 )
-def test_moe_grouped_gemm_of_sixteen_bits(
-    rows: int, taken: int, experts: int, width: int, outs: int, gated: bool, device: torch.device
+def test_moe_grouped_gemm_of_16_bit_dtypes_matches_reference(
+    rows: int, top_k: int, experts: int, width: int, outs: int, gated: bool, device: torch.device
 ) -> None:
-    """As above; of 9 rows all take the one expert there is."""
-    given, _ = experts_of(rows, taken, experts, width, outs, "halves", device)
+    """Unselected experts are poisoned as above; in the case of 9 rows, all select one expert."""
+    given, _ = experts_of(rows, top_k, experts, width, outs, "halves", device)
     made = outs // 2 if gated else outs
     for dtype in HALVES:
         given |= {name: given[name].to(dtype) for name in ("x", "weight")}
-        wide = torch.full((rows * taken, made + 8), torch.nan, dtype=dtype, device=device)
+        wide = torch.full((rows * top_k, made + 8), torch.nan, dtype=dtype, device=device)
         sd.moe_grouped_gemm(**given, gated=gated, out=wide[:, :made])
         assert wide[:, made:].isnan().all()
         check(wide[:, :made], reference.moe_grouped_gemm(**{k: t.cpu() for k, t in given.items()}, gated=gated))
@@ -648,8 +654,8 @@ def test_moe_grouped_gemm_of_sixteen_bits(
 
 
 @pytest.mark.sanitize
-def test_moe_grouped_gemm_of_strided_rows(device: torch.device) -> None:
-    """Whose neighbours nobody may read, and pairs that are rows of their own."""
+def test_moe_grouped_gemm_of_strided_rows_of_pairs_matches_reference(device: torch.device) -> None:
+    """Columns next to the rows are NaN; each (row, expert) pair has an input row of its own."""
     given, _ = experts_of(7, 3, 6, 192, 32, "halves", device)
     wide = torch.full((21, 320), torch.nan, device=device).bfloat16()
     given["x"] = wide[:, 64:256].copy_(torch.randn(21, 192))
@@ -657,8 +663,8 @@ def test_moe_grouped_gemm_of_strided_rows(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("scaled", ["groups", "halves"])
-def test_moe_grouped_gemm_do_not_depend_on_their_neighbours(scaled: str, device: torch.device) -> None:
-    """The same bits alone, beside few and beside many."""
+def test_moe_grouped_gemm_rows_do_not_depend_on_batch(scaled: str, device: torch.device) -> None:
+    """A row has the same bits alone, in a small batch and in a large one."""
     given, chosen = experts_of(70, 3, 9, 512, 32, scaled, device)
     whole = sd.moe_grouped_gemm(**given).view(70, 3, -1)
     for first, last in ((0, 1), (5, 12), (3, 33)):
@@ -674,8 +680,8 @@ def test_moe_grouped_gemm_do_not_depend_on_their_neighbours(scaled: str, device:
 
 
 @pytest.mark.parametrize("scaled", ["none", "halves"])
-def test_moe_grouped_gemm_stay_in_their_tensors(scaled: str, device: torch.device) -> None:
-    """Whatever order and ends say: pairs of nowhere are of the nearest row, and what ends before it begins is empty."""
+def test_moe_grouped_gemm_of_invalid_order_stays_in_bounds(scaled: str, device: torch.device) -> None:
+    """A pair out of range reads the nearest row; an expert whose end precedes its begin is empty."""
     given, _ = experts_of(2, 2, 4, 128, 16, scaled, device)
     given["sorted_pairs"] = torch.tensor([-7, 1, 900, 2], device=device)
     given["expert_ends"] = torch.tensor([-3, -5, 2, 1000], dtype=torch.int32, device=device)
@@ -714,7 +720,7 @@ def test_moe_grouped_gemm_stay_in_their_tensors(scaled: str, device: torch.devic
         ),
     ],
 )
-def test_moe_grouped_gemm_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+def test_moe_grouped_gemm_error_messages(changes: dict[str, torch.Tensor], message: str) -> None:
     arguments = {
         "x": torch.zeros(2, 256).bfloat16(),
         "weight": torch.zeros(3, 32, 256).to(torch.float8_e4m3fn),
@@ -734,7 +740,7 @@ def test_moe_grouped_gemm_refuses(changes: dict[str, torch.Tensor], message: str
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "experts", "taken"),
+    ("rows", "experts", "top_k"),
     [
         (0, 4, 2),
         (1, 1, 1),
@@ -750,14 +756,14 @@ def test_moe_grouped_gemm_refuses(changes: dict[str, torch.Tensor], message: str
         (2500, 64, 6),
     ],
 )
-def test_moe_route(
-    rows: int, experts: int, taken: int, renormalize: bool, dtype: torch.dtype, device: torch.device
+def test_moe_route_matches_reference(
+    rows: int, experts: int, top_k: int, renormalize: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Many scores are alike."""
+    """Many scores tie."""
     wide = torch.full((rows, experts + 3), torch.nan).to(dtype)
     wide[:, :experts] = (torch.randn(rows, experts) * 3).round() / 2
-    got = sd.moe_route(wide.to(device)[:, :experts], taken, renormalize=renormalize)
-    want = reference.moe_route(wide[:, :experts], taken, renormalize=renormalize)
+    got = sd.moe_route(wide.to(device)[:, :experts], top_k, renormalize=renormalize)
+    want = reference.moe_route(wide[:, :experts], top_k, renormalize=renormalize)
     for name in ("topk_ids", "sorted_pairs", "expert_ends"):
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
     if rows:
@@ -766,8 +772,8 @@ def test_moe_route(
 
 @pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_moe_route_of_any_scores(renormalize: bool, rows: int, device: torch.device) -> None:
-    """What is no number counts as -inf, infinities share the whole, and rows of neither are taken from the front."""
+def test_moe_route_of_special_scores(renormalize: bool, rows: int, device: torch.device) -> None:
+    """NaN counts as -inf, infinities share the weight, and rows without a finite score select the first experts."""
     nan, inf = torch.nan, torch.inf
     scores = torch.tensor(
         [[nan, 1, -inf, 2, nan], [inf, 5, inf, nan, -inf], [nan] * 5, [-inf] * 5, [-0.0, 0, 0, -0.0, 0]]
@@ -779,7 +785,7 @@ def test_moe_route_of_any_scores(renormalize: bool, rows: int, device: torch.dev
     check(got.topk_weights, want.topk_weights.repeat(rows, 1))
 
 
-def test_moe_route_do_not_depend_on_their_neighbours(device: torch.device) -> None:
+def test_moe_route_rows_do_not_depend_on_batch(device: torch.device) -> None:
     scores = torch.randn(200, 100, device=device)
     whole = sd.moe_route(scores, 6)
     for first, last in ((0, 1), (50, 90), (3, 130)):
@@ -798,7 +804,7 @@ def test_moe_route_do_not_depend_on_their_neighbours(device: torch.device) -> No
         ({"scores": torch.zeros(70000, 8)}, "pairs is 280000, expected 0 to 262144"),
     ],
 )
-def test_moe_route_refuses(changes: dict[str, Any], message: str) -> None:
+def test_moe_route_error_messages(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         sd.moe_route(**({"scores": torch.zeros(2, 8), "top_k": 4} | changes))
     assert str(error.value) == f"moe_route: {message}"
@@ -809,10 +815,12 @@ def test_moe_route_refuses(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "taken", "width"), [(0, 2, 8), (1, 8, 2048), (3, 1, 7), (5, 9, 72), (300, 4, 264)])
-def test_moe_combine(rows: int, taken: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    wide = torch.randn(rows * taken, width + 9, device=device).to(dtype)
-    shares = torch.rand(rows, taken, device=device)
+@pytest.mark.parametrize(("rows", "top_k", "width"), [(0, 2, 8), (1, 8, 2048), (3, 1, 7), (5, 9, 72), (300, 4, 264)])
+def test_moe_combine_matches_reference(
+    rows: int, top_k: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    wide = torch.randn(rows * top_k, width + 9, device=device).to(dtype)
+    shares = torch.rand(rows, top_k, device=device)
     for made in (wide[:, :width], wide[:, 1 : width + 1]):  # the second off 16 bytes
         both = torch.full((rows, width + 8), torch.nan, device=device).to(dtype)
         out = sd.moe_combine(made, shares, out=both[:, :width])
@@ -831,7 +839,7 @@ def test_moe_combine(rows: int, taken: int, width: int, dtype: torch.dtype, devi
         ({"expert_outputs": torch.zeros(6, 0)}, "width is 0, expected 1 to 2147483647"),
     ],
 )
-def test_moe_combine_refuses(changes: dict[str, torch.Tensor], message: str) -> None:
+def test_moe_combine_error_messages(changes: dict[str, torch.Tensor], message: str) -> None:
     arguments = {"expert_outputs": torch.zeros(6, 8), "topk_weights": torch.zeros(2, 3)} | changes
     with pytest.raises(ValueError) as error:
         sd.moe_combine(**arguments)
@@ -845,8 +853,10 @@ def test_moe_combine_refuses(changes: dict[str, torch.Tensor], message: str) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group_size", [None, 128])
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (3, 130), (2, 4096), (5, 12288), (300, 72), (1, 60000)])
-def test_quantize_fp8(rows: int, width: int, group_size: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    """The very numbers: divisions and roundings are exact on all devices."""
+def test_quantize_fp8_equals_reference(
+    rows: int, width: int, group_size: int | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Results are equal bitwise: divisions and roundings are exact on all devices."""
     wide = (torch.randn(rows, width + 8, device=device) * 10 ** torch.randn(rows, 1, device=device)).to(dtype)
     for x in (wide[:, :width], wide[:, 1 : width + 1]):  # the second off 16 bytes
         if rows:
@@ -876,11 +886,13 @@ def test_quantize_fp8(rows: int, width: int, group_size: int | None, dtype: torc
         (2, 512, 128),
     ],
 )
-def test_dequantize(rows: int, width: int, groups: int, bits: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Rounded once from float32, which all of these have on all devices."""
+def test_dequantize_equals_reference(
+    rows: int, width: int, groups: int, bits: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Elements are rounded once from float32, which holds them exactly on all devices."""
     groups = groups if bits == 4 else 1 if groups == 1 else -(-width // 128)
     if bits == 4:
-        weight = four_bits(rows, width, groups, device)
+        weight = int4_weight(rows, width, groups, device)
         numbers, scales = weight["weight"], weight["weight_scales"]
     else:
         numbers = torch.randn(rows, width, device=device).to(torch.float8_e4m3fn)
@@ -906,15 +918,15 @@ def test_dequantize(rows: int, width: int, groups: int, bits: int, dtype: torch.
         ({"out": torch.zeros(2, 4)}, "out has shape [2, 4], expected [rows=2, width=256]"),
     ],
 )
-def test_dequantize_refuses(arguments: dict[str, torch.Tensor], message: str) -> None:
+def test_dequantize_error_messages(arguments: dict[str, torch.Tensor], message: str) -> None:
     numbers = torch.zeros(2, 256).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError) as error:
         sd.dequantize(**({"qweight": numbers, "scales": torch.ones(1, 2)} | arguments))
     assert str(error.value) == f"dequantize: {message}"
 
 
-def test_quantize_fp8_at_the_ends(device: torch.device) -> None:
-    """Zeros, the largest numbers there are, and a scale that is given."""
+def test_quantize_fp8_of_extreme_values(device: torch.device) -> None:
+    """Zeros, the largest floats, and a given scale."""
     x = torch.tensor([[0.0, 0.0, 0.0], [3e38, -3e38, 1.0], [1e-38, 0.0, -1e-38]], device=device)
     numbers, scales = sd.quantize_fp8(x)
     assert numbers.float().tolist() == [[0, 0, 0], [448, -448, 0], [0, 0, 0]]
@@ -938,7 +950,7 @@ def test_quantize_fp8_at_the_ends(device: torch.device) -> None:
         ),
     ],
 )
-def test_quantize_fp8_refuses(arguments: dict[str, object], message: str) -> None:
+def test_quantize_fp8_error_messages(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as error:
         sd.quantize_fp8(**({"x": torch.zeros(2, 256)} | arguments))
     assert str(error.value) == message
@@ -956,7 +968,7 @@ def rotations(count: int, head_dim: int, device: torch.device) -> torch.Tensor:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("batch", "q_len", "heads", "kv_heads", "page_size"), [(3, 5, 4, 2, 4), (1, 1, 3, 1, 1)])
-def test_rope_qkv_write_kv(
+def test_rope_qkv_write_kv_matches_reference(
     batch: int,
     q_len: int,
     heads: int,
@@ -992,7 +1004,7 @@ def test_rope_qkv_write_kv(
     check(got_k.nan_to_num(), pools[0].nan_to_num(), 2)
 
 
-def test_rope_qkv_write_kv_of_strided_heads_rounds_for_8_bit_pools(device: torch.device) -> None:
+def test_rope_qkv_write_kv_of_strided_heads_rounds_to_fp8_pools(device: torch.device) -> None:
     wide = torch.randn(2, 3, 8, 72, device=device).bfloat16()
     qkv = wide[:, :, 1:7, 3:67]
     table, num_pages = page_table(2, 2)
@@ -1003,13 +1015,13 @@ def test_rope_qkv_write_kv_of_strided_heads_rounds_for_8_bit_pools(device: torch
     out = sd.rope_qkv_write_kv(qkv, turns, positions, *pools, table.to(device), lens, k_scale=0.5, v_scale=2.0)
     want = [torch.zeros_like(pool) for pool in pools]
     sd.write_kv(qkv[:, :, 2:4], qkv[:, :, 4:], *want, table.to(device), lens, k_scale=0.5, v_scale=2.0)
-    assert torch.equal(out, qkv[:, :, :2])  # position 0 is turned by nothing
+    assert torch.equal(out, qkv[:, :, :2])  # RoPE does not change position 0
     for pool, expected in zip(pools, want, strict=True):
         assert_same_bytes(pool, expected.cpu())
 
 
 @pytest.mark.sanitize
-def test_rope_qkv_write_kv_marks_what_it_cannot_write(device: torch.device) -> None:
+def test_rope_qkv_write_kv_reports_rows_it_cannot_write(device: torch.device) -> None:
     table, num_pages = page_table(5, 2)
     table[1, 1] = -1
     pools = [poisoned(num_pages, 4, 1, 64).to(device) for _ in range(2)]
@@ -1059,7 +1071,7 @@ def test_rope_qkv_write_kv_marks_what_it_cannot_write(device: torch.device) -> N
         ),
     ],
 )
-def test_rope_qkv_write_kv_refuses(changes: dict[str, tuple[int, ...]], message: str) -> None:
+def test_rope_qkv_write_kv_error_messages(changes: dict[str, tuple[int, ...]], message: str) -> None:
     shapes = {"qkv": (2, 3, 4, 64), "positions": (2, 3)} | changes
     qkv = torch.zeros(shapes["qkv"])
     pool = torch.zeros(4, 4, 1, qkv.shape[-1])

@@ -1,4 +1,4 @@
-"""mask_stops against its reference: exact, and nothing else is touched."""
+"""mask_stops against its reference, bitwise; nothing else is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(logits: torch.Tensor, *rest: torch.Tensor, slots: torch.Tensor | None 
 @pytest.mark.parametrize(
     ("batch", "nodes", "vocab", "slots", "stops"), [(1, 1, 1, 1, 1), (3, 40, 7, 5, 16), (70, 5, 33, 80, 3), (2, 3, 9, 2, 0)]
 )  # fmt: skip
-def test_matches_reference(
+def test_mask_stops_matches_reference(
     device: torch.device, dtype: torch.dtype, batch: int, nodes: int, vocab: int, slots: int, stops: int
 ) -> None:
     wide = torch.randn(batch, 2 * nodes, vocab + 3, device=device).to(dtype)
@@ -45,22 +45,22 @@ def test_matches_reference(
 
 
 @pytest.mark.sanitize
-def test_by_hand(device: torch.device) -> None:
+def test_mask_stops_of_a_worked_example(device: torch.device) -> None:
     logits = torch.zeros(2, 3, 5, device=device)
     positions = torch.tensor([[7, 8, 9], [7, 8, 9]], dtype=INT)
     check(logits, positions, torch.tensor([[3, -1], [0, 5]], dtype=INT), torch.tensor([10, 9], dtype=INT))
     masked = logits.isinf().nonzero().tolist()
-    assert masked == [[0, 0, 3], [0, 1, 3], [1, 0, 0]]  # the next tokens stand at 8, 9 and 10
+    assert masked == [[0, 0, 3], [0, 1, 3], [1, 0, 0]]  # the next tokens have positions 8, 9 and 10
 
 
-def test_wild_numbers(device: torch.device) -> None:
+def test_mask_stops_of_out_of_range_values_stays_in_bounds(device: torch.device) -> None:
     wild = [-(2**31), -1, 0, 2**31 - 1]
     positions = torch.tensor([wild] * 4, dtype=INT)
     stops = torch.tensor([[w, 4] for w in wild], dtype=INT)
     check(torch.zeros(4, 4, 5, device=device), positions, stops, torch.tensor(wild, dtype=INT))
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_mask_stops_accepts_empty_batch(device: torch.device) -> None:
     none = torch.zeros(0, 3, dtype=INT)
     check(torch.zeros(0, 3, 5, device=device), none, torch.zeros(2, 1, dtype=INT), torch.zeros(2, dtype=INT))
 
@@ -80,7 +80,7 @@ MANY = torch.zeros(2, 2**14)
     ],
     ids=["dtype", "positions", "stops_from", "stop_tokens", "slots", "too many"],
 )  # fmt: skip
-def test_messages(change: dict[str, Any], message: str) -> None:
+def test_mask_stops_error_messages(change: dict[str, Any], message: str) -> None:
     arguments = {
         "logits": torch.zeros(2, 3, 8),
         "positions": torch.zeros(2, 3, dtype=INT),

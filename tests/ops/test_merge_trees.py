@@ -1,4 +1,4 @@
-"""merge_trees against its reference, and what any union must be."""
+"""merge_trees against its reference, and properties of every union."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SIZES = [(1, 1, 1, 1), (3, 1, 5, 4), (3, 16, 32, 32), (2, 64, 64, 64), (2, 65, 3
 @pytest.mark.parametrize("levels", [0, 2])
 @pytest.mark.parametrize("vocab", [2, 9])
 @pytest.mark.parametrize(("batch", "a_nodes", "b_nodes", "nodes"), SIZES)
-def test_matches_reference(
+def test_merge_trees_matches_reference(
     device: torch.device, batch: int, a_nodes: int, b_nodes: int, nodes: int, vocab: int, levels: int
 ) -> None:
     check(device, *random_draft(batch, a_nodes, vocab, levels), *random_draft(batch, b_nodes, vocab, levels), nodes)
@@ -49,10 +49,10 @@ def test_matches_reference(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**32))
-def test_matches_reference_on_small_trees(
+def test_merge_trees_of_garbage_matches_reference(
     device: torch.device, a_nodes: int, b_nodes: int, nodes: int, vocab: int, seed: int
 ) -> None:
-    """A smaller N gives a prefix; garbage in scores and parents leaves a tree."""
+    """Fewer nodes give a prefix of the union; garbage in scores and parents still gives a tree."""
     torch.manual_seed(seed)
     a, b = random_draft(4, a_nodes, vocab, 3), random_draft(4, b_nodes, vocab, 3)
     tree, _ = check(device, *a, *b, nodes)
@@ -78,7 +78,7 @@ def draft_of(paths: dict[tuple[int, ...], float]) -> tuple[sd.Tree, torch.Tensor
     return tree, torch.tensor([[0.0, *paths.values()]])
 
 
-def test_an_example() -> None:
+def test_merge_trees_of_a_worked_example() -> None:
     a = draft_of({(1,): -1.0, (2,): -2.0, (1, 3): -2.0})
     b = draft_of({(2,): -0.5, (2, 6): -0.7, (1,): -3.0, (1, 5): -3.5})
     tree, scores = sd.merge_trees(*a, *b, 6)
@@ -87,7 +87,7 @@ def test_an_example() -> None:
     assert scores[0].tolist() == pytest.approx([0.0, -0.5, -0.7, -1.0, -2.0, -3.5])
 
 
-def test_with_itself_and_with_nothing() -> None:
+def test_merge_trees_with_itself_and_with_empty_trees() -> None:
     a, scores = random_draft(5, 12, 100)
     want = reference.merge_trees(a, scores, a, scores, 12)
     root = sd.Tree(*(field[:, :1].clone() if field.ndim > 1 else torch.zeros_like(field) for field in a))
@@ -98,7 +98,7 @@ def test_with_itself_and_with_nothing() -> None:
             assert torch.equal(merged, want[1])
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_merge_trees_accepts_empty_batch(device: torch.device) -> None:
     tree, scores = random_draft(1, 3, 5)
     tree, scores = on(device, sd.Tree(*(field[:0] for field in tree))), scores[:0].to(device)
     merged, merged_scores = sd.merge_trees(tree, scores, tree, scores, 4)
@@ -106,12 +106,12 @@ def test_empty_batch(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_smallest(device: torch.device) -> None:
+def test_merge_trees_of_one_node(device: torch.device) -> None:
     check(device, *random_draft(2, 5, 3), *random_draft(2, 4, 3), 6)
     check(device, *random_draft(1, 70, 3), *random_draft(1, 4, 3), 66)
 
 
-def test_messages() -> None:
+def test_merge_trees_error_messages() -> None:
     tree, scores = random_draft(2, 5, 9)
     other, other_scores = random_draft(3, 4, 9)
     for call, message in (

@@ -1,4 +1,4 @@
-"""move_kv against its reference: overlapping moves, page borders, every layer, and nothing else written."""
+"""move_kv against its reference: overlapping moves, page boundaries, every layer, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ints(values: Any, device: torch.device) -> torch.Tensor:
 
 
 def random_paths(batch: int, width: int, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rising paths from the root through trees of `nodes` nodes, and how much of each is valid; garbage behind."""
+    """Return rising paths from the root through trees of `nodes` nodes, then garbage, and the paths' valid lengths."""
     path = torch.full((batch, width), 2**31 - 1, dtype=INT)
     num_valid = torch.randint(0, width + 1, (batch,), dtype=INT)
     for b in range(batch):
@@ -45,7 +45,7 @@ def check(device: torch.device, pools: list[torch.Tensor], **arguments: torch.Te
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(("layers", "heads", "head_dim"), [(1, 1, 128), (3, 3, 64), (2, 3, 5)])
-def test_matches_reference(
+def test_move_kv_matches_reference(
     device: torch.device, dtype: torch.dtype, page_size: int, layers: int, heads: int, head_dim: int
 ) -> None:
     table, num_pages = page_table(6, -(-40 // page_size))
@@ -62,7 +62,7 @@ def test_matches_reference(
 
 
 @pytest.mark.sanitize
-def test_small(device: torch.device) -> None:
+def test_move_kv_matches_reference_on_small_inputs(device: torch.device) -> None:
     table, num_pages = page_table(2, 3)
     path, seq_lens = ints([[0, 1, 3], [0, 2, 3]], HOST), ints([1, 2], HOST)
     pools = [torch.randn(2, num_pages, 2, 1, 4) for _ in range(2)]
@@ -70,16 +70,16 @@ def test_small(device: torch.device) -> None:
     check(device, pools, page_table=table, path=path, num_valid=num_valid, prefix_lens=seq_lens)
 
 
-def test_wide_rows(device: torch.device) -> None:
-    """More columns than one block has threads."""
+def test_move_kv_of_wide_rows_matches_reference(device: torch.device) -> None:
+    """A row has more columns than one block has threads."""
     table, num_pages = page_table(2, 20)
     path, num_valid = random_paths(2, 6, 9)
     pools = [torch.randn(1, num_pages, 1, 12, 128) for _ in range(2)]
     check(device, pools, page_table=table, path=path, num_valid=num_valid, prefix_lens=ints([0, 9], HOST))
 
 
-def test_each_row_moves_before_it_is_overwritten(device: torch.device) -> None:
-    """Path 0 2 3 4: every destination but the first is the source of the move before."""
+def test_move_kv_moves_each_row_before_overwriting_it(device: torch.device) -> None:
+    """Path 0 2 3 4: every destination but the first is the source of the previous move."""
     pool = torch.arange(8.0, device=device).view(1, 4, 2, 1, 1)
     where = (ints([[2, 0, 3, 1]], device), ints([[0, 2, 3, 4]], device), ints([4], device), ints([1], device))
     sd.move_kv(pool, pool.clone(), *where)
@@ -88,8 +88,8 @@ def test_each_row_moves_before_it_is_overwritten(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4])
-def test_strided_and_unaligned(device: torch.device, shift: int) -> None:
-    """K and V side by side in one allocation, layers innermost of the outer dimensions."""
+def test_move_kv_of_strided_unaligned_pools_matches_reference(device: torch.device, shift: int) -> None:
+    """K and V share one allocation; layers are the innermost of the outer dimensions."""
     table, num_pages = page_table(2, 4)
     both = torch.randn(num_pages, 4, 3, 2, 2, 16, device=device).to(torch.bfloat16).permute(3, 4, 0, 1, 2, 5)
     path, num_valid = random_paths(2, 5, 8)
@@ -103,8 +103,8 @@ def test_strided_and_unaligned(device: torch.device, shift: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_long_paths_stop_at_their_first_bad_entry(device: torch.device, page_size: int) -> None:
-    """Paths of more entries than a warp has lanes, one of which does not rise or leads out of the table."""
+def test_move_kv_stops_long_paths_at_first_bad_entry(device: torch.device, page_size: int) -> None:
+    """Paths have more entries than a warp has lanes; one entry does not rise or lies outside the table."""
     batch, width, nodes = 12, 90, 120
     table, num_pages = page_table(batch, -(-160 // page_size))
     path, num_valid = random_paths(batch, width, nodes)
@@ -130,7 +130,7 @@ def test_long_paths_stop_at_their_first_bad_entry(device: torch.device, page_siz
     assert got_status.tolist() == status.tolist()
 
 
-def test_nan_moves_as_bytes(device: torch.device) -> None:
+def test_move_kv_keeps_bits_of_nan(device: torch.device) -> None:
     pool = poisoned(1, 4, 1, 1, 1).to(device)
     pool[0, 1] = 5.0
     where = (ints([[0, 1, 2, 3]], device), ints([[0, 2]], device), ints([2], device), ints([0], device))
@@ -139,7 +139,7 @@ def test_nan_moves_as_bytes(device: torch.device) -> None:
 
 
 def refuse(device: torch.device, **changes: Any) -> tuple[list[int], list[list[float]]]:
-    """Slots 0 and 1 of six rows in pages of two, path 0 2 4 from row 1, with one argument bent: (status, rows)."""
+    """Return (status, rows) of two slots of six rows (pages of two, path 0 2 4, row 1) with one argument changed."""
     pool = torch.arange(12.0, device=device).view(1, 6, 2, 1, 1).clone()
     v_pool = -pool
     arguments = {
@@ -163,7 +163,7 @@ WILD = [-1, 2**31 - 1, -(2**31)]
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("wild", WILD)
-def test_bad_data_ends_the_requests_moves(device: torch.device, wild: int) -> None:
+def test_move_kv_ends_a_request_at_bad_data(device: torch.device, wild: int) -> None:
     too_far = BAD_LENGTH if wild > 0 else BAD_TREE
     assert refuse(device) == ([0, 0], [MOVED, OTHER_MOVED])
     assert refuse(device, path=[[wild, 2, 4], [0, 2, 4]]) == ([BAD_TREE, 0], [UNTOUCHED, OTHER_MOVED])
@@ -176,7 +176,7 @@ def test_bad_data_ends_the_requests_moves(device: torch.device, wild: int) -> No
 
 
 @pytest.mark.sanitize
-def test_refusals(device: torch.device) -> None:
+def test_move_kv_reports_status_of_refused_slots(device: torch.device) -> None:
     def with_slot_0(status: int, rows: list[float]) -> tuple[list[int], list[list[float]]]:
         return [status, 0], [rows, OTHER_MOVED]
 
@@ -191,16 +191,16 @@ def test_refusals(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_nothing_to_move(device: torch.device, count: int) -> None:
+def test_move_kv_of_empty_paths_moves_nothing(device: torch.device, count: int) -> None:
     assert refuse(device, num_valid=[count, 3]) == ([0, 0], [UNTOUCHED, OTHER_MOVED])
 
 
-def test_a_chain_is_in_place_already(device: torch.device) -> None:
+def test_move_kv_of_a_chain_writes_nothing(device: torch.device) -> None:
     shared = {"page_refs": [2] * 6, "page_table": [[-1] * 3, [3, 4, 5]]}  # nothing is written, so nothing is refused
     assert refuse(device, path=[[0, 1, 2]] * 2, **shared)[0] == [0, 0]
 
 
-def test_requests_in_any_order(device: torch.device) -> None:
+def test_move_kv_does_not_depend_on_request_order(device: torch.device) -> None:
     table, num_pages = page_table(5, 6)
     path, num_valid = (x.to(device) for x in random_paths(5, 6, 10))
     pools, where = torch.randn(2, num_pages, 4, 1, 8, device=device), (table.to(device), path, num_valid)
@@ -212,7 +212,7 @@ def test_requests_in_any_order(device: torch.device) -> None:
     assert torch.equal(straight, permuted)
 
 
-def test_empty_batch_and_no_layers(device: torch.device) -> None:
+def test_move_kv_accepts_empty_batch_and_no_layers(device: torch.device) -> None:
     table, lens = ints([[0]], device), ints([0], device)
     pools, none = torch.zeros(2, 1, 2, 1, 4, device=device), torch.empty(0, 3, dtype=INT, device=device)
     sd.move_kv(pools, pools.clone(), table, none, none[:, 0].contiguous(), lens)
@@ -220,7 +220,7 @@ def test_empty_batch_and_no_layers(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_graph_replay_with_changed_inputs() -> None:
+def test_move_kv_graph_replay_reads_changed_inputs() -> None:
     device = torch.device("cuda")
     table, num_pages = page_table(3, 6)
     pools = torch.randn(2, 2, num_pages, 4, 1, 8, device=device)
@@ -254,7 +254,7 @@ def test_graph_replay_with_changed_inputs() -> None:
         ({"slots": torch.zeros(2)}, "move_kv: slots is float32, expected int32"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, torch.Tensor], message: str) -> None:
+def test_move_kv_error_messages(change: dict[str, torch.Tensor], message: str) -> None:
     pools, lens, table = torch.zeros(3, 5, 2, 1, 4), torch.zeros(2, dtype=INT), torch.zeros(2, 4, dtype=INT)
     arguments = {
         "k_pools": pools,

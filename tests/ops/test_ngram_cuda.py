@@ -1,4 +1,4 @@
-"""The n-gram index on a GPU: after equal calls the same bytes and the same drafts as on the CPU."""
+"""The n-gram index on a GPU: after equal calls it has the same bytes and drafts as on the CPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_SLOTS = 5
 
 
 class Twins:
-    """An index on each device that are told the same."""
+    """One index per device; both get the same calls."""
 
     def __init__(self, *sizes: int) -> None:
         self.cpu, self.cuda = sd.NgramIndex(*sizes), sd.NgramIndex(*sizes, device="cuda")
@@ -47,7 +47,7 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 def text_of(rng: random.Random, alphabet: int, size: int) -> list[int]:
-    """Return runs from one of few sources, so that long matches happen."""
+    """Return runs of a few source texts, so that long matches occur."""
     source = random.Random(rng.randrange(4))
     return [source.randrange(alphabet) if rng.random() < 0.97 else rng.randrange(alphabet) for _ in range(size)]
 
@@ -114,21 +114,21 @@ def random_calls(rng: random.Random, twins: Twins, alphabet: int, calls: int, lo
 
 @pytest.mark.parametrize("alphabet", [1, 2, 5, 50])
 @pytest.mark.parametrize("max_tokens", [1, 30, 200, 3000, 60_000])
-def test_same_bytes_and_drafts(max_tokens: int, alphabet: int) -> None:
+def test_ngram_cuda_index_equals_cpu_index(max_tokens: int, alphabet: int) -> None:
     for seed in range(3):
         rng = random.Random(f"{max_tokens} {alphabet} {seed}")
         random_calls(rng, Twins(max_tokens, NUM_SLOTS, 10**6), alphabet, 60, longest=1500)
 
 
 @pytest.mark.sanitize
-def test_few_calls() -> None:
+def test_ngram_cuda_index_equals_cpu_index_after_few_calls() -> None:
     random_calls(random.Random(1), Twins(300, NUM_SLOTS, 10**6), 3, 40, longest=200)
     random_calls(random.Random(2), Twins(20_000, NUM_SLOTS, 10**6), 3, 40, longest=200)
 
 
 @pytest.mark.parametrize("vocab", [1, 20, 30_000])
-def test_bulk_insert_in_pieces(vocab: int) -> None:
-    """More than one launch takes, in a ring that holds it and in one that does not; into a slot, from the middle."""
+def test_ngram_cuda_bulk_insert_in_pieces_equals_cpu(vocab: int) -> None:
+    """The text exceeds one launch, in rings that hold it and that do not; then slots continue from the middle."""
     torch.manual_seed(vocab)
     text = (torch.rand(150_001) ** 3 * vocab).int()
     for max_tokens in (100_000, 400_000):
@@ -142,7 +142,7 @@ def test_bulk_insert_in_pieces(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 37, 128, 1500])
-def test_rounds_of_many_rows(batch: int) -> None:
+def test_ngram_cuda_rounds_of_many_rows_equal_cpu(batch: int) -> None:
     rng = random.Random(batch)
     twins = Twins(60 * batch, batch, 1000)
     for b in range(batch):
@@ -157,8 +157,8 @@ def test_rounds_of_many_rows(batch: int) -> None:
         twins.draft(None, [7] * batch, 16, mode="chain")
 
 
-def test_a_round_in_a_graph() -> None:
-    """Drafts, then adds what follows in the text, over and over."""
+def test_ngram_cuda_round_in_a_graph_equals_cpu() -> None:
+    """Each replay drafts, then appends the continuation of the text."""
     text = torch.tensor(text_of(random.Random(1), 6, 4000), dtype=torch.int32)
     twins = Twins(20_000, 4, 5000)
     twins.call("insert", text)
@@ -193,7 +193,7 @@ def test_a_round_in_a_graph() -> None:
     twins.check()
 
 
-def test_what_the_cpu_refuses_adds_nothing() -> None:
+def test_ngram_cuda_refused_calls_add_nothing() -> None:
     twins = Twins(1000, 3, 20)
     for slot in range(3):
         twins.call("insert", ints([1, 2, 3, 1, 2]), slot)
@@ -214,7 +214,7 @@ def test_what_the_cpu_refuses_adds_nothing() -> None:
     assert index._index.digest() == twins.cpu._index.digest() and index.statistics.refused == 8
 
 
-def test_copies_between_devices() -> None:
+def test_ngram_index_copies_between_devices() -> None:
     index = sd.NgramIndex(1000, 2, 100)
     index.insert(ints(list(range(40))), 1)
     there = index.to("cuda")
@@ -237,7 +237,7 @@ REFUSED: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[m[:40] for _, m in REFUSED])
-def test_messages(call: Callable[[sd.NgramIndex], object], message: str) -> None:
+def test_ngram_cuda_error_messages(call: Callable[[sd.NgramIndex], object], message: str) -> None:
     with pytest.raises(ValueError) as error:
         call(cuda_index())
     assert str(error.value) == message

@@ -1,4 +1,4 @@
-"""An n-gram index on disk: what comes back, and what is refused."""
+"""An n-gram index on disk: round trips and refused files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def checksum(data: bytes) -> int:
 
 
 def sealed(data: bytes) -> bytes:
-    """Return the file with the checksums its content needs."""
+    """Return the file with checksums that match its content."""
     head = data[: HEAD - 16] + struct.pack("<Q", checksum(data[HEAD:]))
     return head + struct.pack("<Q", checksum(head)) + data[HEAD:]
 
@@ -63,7 +63,7 @@ def refusal(file: Path, data: bytes) -> str:
     return str(error.value)
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+def test_ngram_file_round_trip_is_exact(tmp_path: Path) -> None:
     index = full_index()
     index.save(tmp_path / "a")
     loaded = sd.NgramIndex.load(tmp_path / "a")
@@ -75,7 +75,7 @@ def test_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_streams_end_with_the_process(tmp_path: Path) -> None:
+def test_ngram_file_keeps_no_open_streams(tmp_path: Path) -> None:
     index = full_index()
     index.begin(0, request=4)
     index.insert(ints([1, 2, 3]), 0)
@@ -87,7 +87,7 @@ def test_streams_end_with_the_process(tmp_path: Path) -> None:
     assert index.draft(ints([0, 1]), ints([1, 1]), 4)[0].num_nodes.tolist() == [4, 4]
 
 
-def test_slots_may_differ(tmp_path: Path) -> None:
+def test_ngram_file_loads_with_other_slot_count(tmp_path: Path) -> None:
     index = full_index()
     index.save(tmp_path / "a")
     loaded = sd.NgramIndex.load(tmp_path / "a", num_slots=9, max_len=4)
@@ -98,7 +98,7 @@ def test_slots_may_differ(tmp_path: Path) -> None:
         sd.NgramIndex.load(tmp_path / "a", num_slots=0)
 
 
-def test_an_older_file_is_replaced_at_the_end_only(tmp_path: Path) -> None:
+def test_ngram_save_replaces_older_file_at_the_end(tmp_path: Path) -> None:
     file = tmp_path / "a"
     full_index().save(file)
     before = file.read_bytes()
@@ -112,8 +112,8 @@ def test_an_older_file_is_replaced_at_the_end_only(tmp_path: Path) -> None:
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
 
 
-def test_saves_to_one_path_do_not_meet(tmp_path: Path) -> None:
-    """Threads and processes that save to one path leave one whole file, and it is whole at every moment."""
+def test_ngram_concurrent_saves_leave_one_whole_file(tmp_path: Path) -> None:
+    """Threads and processes save to one path; the file is whole at every moment."""
     index, path = full_index(), tmp_path / "a"
     index.save(path)
     whole = path.read_bytes()
@@ -141,16 +141,16 @@ def test_saves_to_one_path_do_not_meet(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_ngram_save_keeps_symbolic_links(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     link, target = tmp_path / "link", tmp_path / "there" / "index"
     link.symlink_to(target)
-    for _ in range(2):  # the first time it names nothing yet
+    for _ in range(2):  # the first time, the link's target does not exist
         full_index().save(link)
         assert link.is_symlink() and drafts(sd.NgramIndex.load(target)) == drafts(full_index())
 
 
-def test_only_files_are_replaced(tmp_path: Path) -> None:
+def test_ngram_save_replaces_regular_files_only(tmp_path: Path) -> None:
     fifo, folder = tmp_path / "fifo", tmp_path / "folder"
     os.mkfifo(fifo)
     folder.mkdir()
@@ -162,7 +162,7 @@ def test_only_files_are_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "folder"]
 
 
-def test_paths_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_ngram_files_report_paths_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         sd.NgramIndex.load(tmp_path / "none")
     with pytest.raises(IsADirectoryError):
@@ -171,7 +171,7 @@ def test_paths_that_cannot_be_opened(tmp_path: Path) -> None:
         full_index().save(tmp_path / "none" / "a")
 
 
-def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
+def test_ngram_load_refuses_files_of_other_kinds(tmp_path: Path) -> None:
     file = tmp_path / "a"
     want = "ngram_load: file is no n-gram index, expected one that `save` wrote"
     assert refusal(file, b"") == refusal(file, b"sdngra") == refusal(file, b"PK\x03\x04" * 1000) == want
@@ -181,7 +181,7 @@ def test_files_of_other_kinds_are_refused(tmp_path: Path) -> None:
     assert refusal(file, other) == "ngram_load: file has version 3, expected version 2"
 
 
-def test_truncated_files_are_refused(tmp_path: Path) -> None:
+def test_ngram_load_refuses_truncated_files(tmp_path: Path) -> None:
     file = tmp_path / "a"
     full_index().save(file)
     data = file.read_bytes()
@@ -192,7 +192,7 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
     assert refusal(file, data + b"x") == f"ngram_load: file has {size + 1} bytes, expected {size}: something follows"
 
 
-def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
+def test_ngram_load_detects_any_changed_byte(tmp_path: Path) -> None:
     file = tmp_path / "a"
     full_index().save(file)
     data = file.read_bytes()
@@ -208,8 +208,8 @@ def test_any_changed_byte_is_noticed(tmp_path: Path) -> None:
     )
 
 
-def test_wild_content_under_good_checksums_is_safe(tmp_path: Path) -> None:
-    """A forger gets nonsense, in bounds."""
+def test_ngram_load_of_forged_content_stays_in_bounds(tmp_path: Path) -> None:
+    """A forged file with valid checksums gives wrong drafts, but no access out of bounds."""
     file = tmp_path / "a"
     full_index().save(file)
     data = file.read_bytes()

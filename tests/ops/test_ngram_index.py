@@ -1,4 +1,4 @@
-"""The n-gram index: against its unbounded model, and alone where text ages out."""
+"""The n-gram index: against its unbounded model, and without a model once text is evicted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 class OnDevice:
-    """An index anywhere that takes and gives tensors on the CPU, and can be told in one call where to go on."""
+    """An index on any device that takes and returns CPU tensors; `insert` with `start` goes through one call."""
 
     def __init__(self, device: torch.device, *sizes: int, **options: int) -> None:
         self._device, self._options = device, options
@@ -50,7 +50,7 @@ class OnDevice:
 
 
 def outputs(batch: int, n: int) -> sd.NgramDraft:
-    """Full of garbage."""
+    """Return outputs full of garbage."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys((*FIELDS[:5], "scores"), (batch, n))
     shapes |= {"mask": (batch, n, (n + 63) // 64), "num_nodes": (batch,), "match_len": (batch,)}
     dtypes = {"mask": torch.int64, "scores": torch.float32}
@@ -59,7 +59,7 @@ def outputs(batch: int, n: int) -> sd.NgramDraft:
 
 
 def with_tree(**fields: torch.Tensor) -> sd.NgramDraft:
-    """Allocate outputs of one row of four nodes, some of them others."""
+    """Return outputs of one row of four nodes with some fields of the tree replaced."""
     out = outputs(1, 4)
     return out._replace(tree=out.tree._replace(**fields))
 
@@ -72,7 +72,7 @@ def draft(
 
 
 def paths(tree: sd.Tree, b: int) -> list[list[int]]:
-    """For each node of row b, the tokens from the root to it."""
+    """Return the tokens from the root to each node of row b."""
     found: list[list[int]] = []
     for i in range(int(tree.num_nodes[b])):
         parent = int(tree.parents[b, i])
@@ -81,7 +81,7 @@ def paths(tree: sd.Tree, b: int) -> list[list[int]]:
 
 
 def check_row(row: sd.Tree, scores: torch.Tensor, seq_len: int) -> None:
-    """Links, mask, positions and unused nodes of one row, from its tokens and parents alone."""
+    """Check links, mask, positions and unused nodes of one row, from its tokens and parents alone."""
     n, used = len(row.tokens), int(row.num_nodes)
     parents = row.parents.tolist()
     assert parents[0] == -1 and all(0 <= parents[i] < i for i in range(1, used))
@@ -176,7 +176,7 @@ def options_of(mode: str, min_prob: float, min_match: int, weights: tuple[float,
 
 
 def rows_of(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts as `extend` takes them: [B, S], padded with what is no token, and their lengths."""
+    """Return texts as `extend` takes them: [B, S], padded with an invalid token, and their lengths."""
     width = max(map(len, rows), default=0)
     padded = [row + [-7] * (width - len(row)) for row in rows]
     return torch.tensor(padded, dtype=torch.int32).reshape(len(rows), width), ints([len(row) for row in rows])
@@ -187,7 +187,7 @@ on_any_device = settings(deadline=None, suppress_health_check=[HealthCheck.funct
 
 @settings(on_any_device, max_examples=300)
 @given(calls=call_lists())
-def test_matches_model(calls: list[tuple[Any, ...]], device: torch.device) -> None:
+def test_ngram_index_matches_model(calls: list[tuple[Any, ...]], device: torch.device) -> None:
     index, model = OnDevice(device, 1 << 14, NUM_SLOTS, 4000), reference.NgramIndex()
     for call, *arguments in [*calls, ("draft", 16, "tree", 0.0, 1, (4.0, 1.0, 1.0, 1.0))]:
         if call == "insert":
@@ -228,13 +228,13 @@ def test_matches_model(calls: list[tuple[Any, ...]], device: torch.device) -> No
 
 @pytest.mark.parametrize("mode", ["tree", "chain"])
 @pytest.mark.parametrize("alphabet", [2, 5, 50])
-def test_matches_model_on_long_streams(alphabet: int, mode: str) -> None:
+def test_ngram_index_matches_model_on_long_streams(alphabet: int, mode: str) -> None:
     rng = random.Random(alphabet)
     index, model = sd.NgramIndex(1 << 17, 4, 1 << 16), reference.NgramIndex()
     for round_ in range(60):
         slot = rng.choice([None, 0, 1, 2])
         size = rng.choice([1, 3, 27, 28, 29, 63, 64, 65, 300])
-        # Runs from one small source, so that long matches happen.
+        # Runs of one small source text, so that long matches occur.
         source = random.Random(rng.randrange(4))
         tokens = [source.randrange(alphabet) for _ in range(size)]
         index.insert(ints(tokens), slot)
@@ -251,14 +251,14 @@ def is_inside(needle: list[int], text: list[int]) -> bool:
 
 
 class Ring:
-    """Which tokens are held: a stream's go to blocks of 27, and whoever needs room takes the oldest."""
+    """A model of the token ring: streams are stored in blocks of 27, and a new block evicts the oldest."""
 
     def __init__(self, max_tokens: int, num_slots: int) -> None:
         self._blocks, self._taken = -(-max_tokens // 27) + num_slots, 0
-        self._block: dict[reference.Stream, list[int]] = {}  # of each token, by the order in which blocks were taken
+        self._block: dict[reference.Stream, list[int]] = {}  # the block of each token, numbered in order of allocation
 
     def write(self, model: reference.NgramIndex) -> None:
-        """Return what the model has got since, of one text."""
+        """Store the tokens that the model got since the last call, all of one text."""
         for text in model.texts:
             blocks = self._block.setdefault(text, [])
             for at in range(len(blocks), len(text.tokens)):
@@ -275,7 +275,9 @@ class Ring:
 
 @settings(on_any_device, max_examples=200)
 @given(max_tokens=st.integers(1, 200), alphabet=st.integers(1, 5), seed=st.integers(0, 2**32))
-def test_ageing_text_is_never_misread(max_tokens: int, alphabet: int, seed: int, device: torch.device) -> None:
+def test_ngram_index_never_misreads_evicted_text(
+    max_tokens: int, alphabet: int, seed: int, device: torch.device
+) -> None:
     """Check that paths continue held, visible text, on a ring and a table far too small, through files and scopes.
 
     Twins stay equal, one of them with threads.
@@ -348,12 +350,12 @@ def check_ageing(index: OnDevice, twin: OnDevice, model: reference.NgramIndex, r
             assert any(is_inside(path[1:], text) for text in held)
 
 
-def test_released_text_is_found_until_overwritten() -> None:
+def test_ngram_index_finds_released_text_until_overwritten() -> None:
     index = sd.NgramIndex(1000, 2, 500)
     text = list(range(50, 100))
     index.insert(ints(text), 0)
     index.release(0)
-    index.insert(ints([7, 8, 9]), 0)  # the slot is used again: that alone overwrites nothing
+    index.insert(ints([7, 8, 9]), 0)  # reusing the slot overwrites nothing by itself
     index.insert(ints(text[:20]), 1)
     tree, scores, match_len = draft(index, [1], 31)
     assert tree.tokens[0].tolist() == text[19:50] and int(match_len[0]) == 20
@@ -364,7 +366,7 @@ def test_released_text_is_found_until_overwritten() -> None:
     assert tree.num_nodes.tolist() == [1] and match_len.tolist() == [0]
 
 
-def test_full_table_keeps_the_newest() -> None:
+def test_ngram_index_with_full_table_keeps_newest() -> None:
     index = sd.NgramIndex(2000, 1, 10)
     text = torch.randperm(20_000).to(torch.int32)  # four new n-grams a token, where the table has room for one
     index.insert(text)
@@ -375,8 +377,8 @@ def test_full_table_keeps_the_newest() -> None:
         index.release(0)
 
 
-def test_stream_outlives_its_stored_text() -> None:
-    """The context is kept apart from the ring, so a request goes on drafting when all it wrote is gone."""
+def test_ngram_stream_drafts_after_its_text_is_evicted() -> None:
+    """The context is stored apart from the ring, so a request goes on drafting."""
     index = sd.NgramIndex(200, 1, 500)
     index.insert(ints([1, 2, 3, 4, 5]), 0)
     document = list(range(10, 300))
@@ -386,44 +388,44 @@ def test_stream_outlives_its_stored_text() -> None:
     assert tree.tokens[0].tolist() == document[259:267] and int(match_len[0]) == 10
 
 
-def test_follows_a_text_past_another_token() -> None:
+def test_ngram_draft_follows_text_past_a_different_token() -> None:
     index = sd.NgramIndex(1000, 1, 500)
     text = list(range(50, 200))
     index.insert(ints(text))
     index.insert(ints(text[:20]), 0)
     assert draft(index, [0], 4)[0].tokens.tolist() == [text[19:23]]
-    index.insert(ints([text[20], 7]), 0)  # 7 in the place of text[21]; no place ends in it
+    index.insert(ints([text[20], 7]), 0)  # 7 replaces text[21]; nothing stored ends in it
     tree, scores, match_len = draft(index, [0], 40)
     assert tree.tokens[0].tolist() == [7, *text[22:61]] and match_len.tolist() == [0]
     assert scores[0].exp().tolist() == pytest.approx([0.5**depth for depth in range(40)], rel=0.05)
     assert draft(index, [0], 4, min_match=1)[0].num_nodes.tolist() == [1]
-    assert draft(index, [0], 4)[0].tokens.tolist() == [[7, *text[22:25]]]  # as often as it is asked
+    assert draft(index, [0], 4)[0].tokens.tolist() == [[7, *text[22:25]]]  # repeated calls give the same draft
     index.insert(ints(text[22:61]), 0)
     tree, _, match_len = draft(index, [0], 4)
     assert tree.tokens[0].tolist() == text[60:64] and match_len.tolist() == [32]
-    index.insert(ints([7] * 257), 0)  # more than one draft can have accepted
+    index.insert(ints([7] * 257), 0)  # more tokens than one draft can have proposed
     assert text[61] not in draft(index, [0], 4)[0].tokens[0].tolist()
 
 
-def test_follows_a_text_through_a_run() -> None:
+def test_ngram_draft_follows_text_through_a_run() -> None:
     index = sd.NgramIndex(1000, 1, 500)
     index.insert(ints([1, 2, 3, *[9] * 60, 4, 5]), 0)
     index.insert(ints([1, 2, 3]), 0)
     for part in ([], [9] * 30, [9] * 20, [9] * 8):
         index.insert(ints(part), 0)
         tree, _, match_len = draft(index, [0], 64)
-    assert match_len.tolist() == [32]  # of fifteen places of this run, too
+    assert match_len.tolist() == [32]  # also with fifteen matches within this run
     assert [9, 9, 9, 4, 5] in paths(tree, 0)
 
 
-def test_own_text_weighs_four_times() -> None:
+def test_ngram_draft_weighs_own_text_four_times() -> None:
     index = sd.NgramIndex(1000, 2, 500)
     index.insert(ints([1, 2, 9, 4, 1, 2]), 0)  # own: 2 -> 9, match 2
     for follower in (5, 5, 5, 6):
         index.insert(ints([1, 2, follower]))
     tree, scores, _ = draft(index, [0], 4)
     goes_on = 4 / 6  # after a match of 2
-    assert tree.tokens[0].tolist() == [2, 9, 5, 4]  # 4 of 8, 3 of 8, and 4 of 8 a step further
+    assert tree.tokens[0].tolist() == [2, 9, 5, 4]  # weights: 4 of 8, 3 of 8, then 4 of 8 one step deeper
     want = [1, goes_on / 2, goes_on * 3 / 8, goes_on**2 / 2]
     assert scores[0].exp().tolist() == pytest.approx(want, rel=0.01)
     tree, scores, _ = draft(index, [0], 8)
@@ -431,14 +433,14 @@ def test_own_text_weighs_four_times() -> None:
     assert scores[0, 6].exp() == pytest.approx(goes_on / 8, rel=0.01)
 
 
-def test_weights_of_scopes_and_of_age() -> None:
+def test_ngram_draft_weighs_scopes_and_recency() -> None:
     index = sd.NgramIndex(1000, 2, 500)
     for text, group in (([1, 5], 0), ([1, 6], 7), ([1, 7], 7), ([1, 8], 3)):
         index.insert(ints(text), group=group)
     index.begin(0, group=7)
     index.insert(ints([1]), 0)
     tree, scores, _ = draft(index, [0], 4)
-    assert tree.tokens[0].tolist() == [1, 7, 6, 5]  # the group's first, its newest first; no other group's
+    assert tree.tokens[0].tolist() == [1, 7, 6, 5]  # first its own group, newest first; nothing of other groups
     tree, scores, _ = draft(index, [0], 4, group_weight=2.0, recency=0.5)
     assert tree.tokens[0].tolist() == [1, 7, 6, 5]
     assert scores[0].exp().tolist() == pytest.approx([1, 0.6 * 2 / 4, 0.6 / 4, 0.6 / 4], rel=0.01)
@@ -446,7 +448,7 @@ def test_weights_of_scopes_and_of_age() -> None:
     assert draft(index, [0], 4, global_weight=0.0)[0].num_nodes.tolist() == [3]
 
 
-def test_a_private_stream_sees_itself_and_is_seen_by_nobody() -> None:
+def test_ngram_private_stream_is_visible_to_itself_only() -> None:
     index = sd.NgramIndex(1000, 2, 500)
     index.begin(0, private=True)
     index.insert(ints([1, 2, 3, 1, 2]), 0)
@@ -459,8 +461,8 @@ def test_a_private_stream_sees_itself_and_is_seen_by_nobody() -> None:
     assert draft(index, [0], 6)[0].tokens.tolist() == [[2, 9, 2, 2, 2, 2]]
 
 
-def test_a_request_resumes_its_stream() -> None:
-    """In another slot, with its own text's weight and without a seam, though its slot's record had to move."""
+def test_ngram_request_resumes_its_stream() -> None:
+    """In another slot, with the weight of its own text and without a seam, though its slot's record moved."""
     index = sd.NgramIndex(1000, 3, 500)
     index.begin(0, request=10)
     index.insert(ints([1, 2, 3, 4, 5]), 0)
@@ -469,7 +471,7 @@ def test_a_request_resumes_its_stream() -> None:
     index.release(0)
     index.release(1)
     assert begun(index, 0, request=11) == 2  # request 10 is in slot 1 now
-    assert begun(index, 1, request=10, group=1) == 0  # of another group: another request; the record is lost
+    assert begun(index, 1, request=10, group=1) == 0  # another group means another request; the record is lost
     assert begun(index, 2, request=10) == 0
     index.release(0)
     assert begun(index, 1, request=11) == 2
@@ -486,7 +488,7 @@ def begun(index: sd.NgramIndex, slot: int, **options: int) -> int:
     return index.length(slot)
 
 
-def test_text_that_is_held_is_skipped() -> None:
+def test_ngram_insert_skips_text_that_is_stored() -> None:
     index, plain = (sd.NgramIndex(1000, 1, 50) for _ in range(2))
     text = list(range(40))
     plain.insert(ints(text), 0)
@@ -496,7 +498,7 @@ def test_text_that_is_held_is_skipped() -> None:
     assert index.statistics.inserted == 40
 
 
-def test_accepted_tokens_are_counted_by_match_length() -> None:
+def test_ngram_statistics_count_accepted_tokens_by_match_length() -> None:
     index = sd.NgramIndex(100, 3, 50)
     index.extend(ints([[5, 6, 5], [7, 7, 7], [1, 1, 1]]), ints([3, 1, 0]), ints([0, 1, 2]), ints([4, 4, 32]))
     index.extend(ints([[5, 6, 5]]), ints([2]), ints([-1]), ints([77]))
@@ -506,7 +508,7 @@ def test_accepted_tokens_are_counted_by_match_length() -> None:
     assert {m: n for m, n in enumerate(statistics.accepted_by_match) if n} == {0: 1, 4: 2}
 
 
-def test_more_than_32_candidates_are_cut() -> None:
+def test_ngram_draft_cuts_more_than_32_candidates() -> None:
     index = sd.NgramIndex(4000, 1, 500)
     for follower in range(60):
         for n in (1, 2, 4, 8):
@@ -519,7 +521,7 @@ def test_more_than_32_candidates_are_cut() -> None:
     ]  # 15 texts of each scope, and two of them again
 
 
-def test_chain_has_one_child_each() -> None:
+def test_ngram_chain_has_one_child_each() -> None:
     index = sd.NgramIndex(10_000, 1, 5000)
     rng = random.Random(3)
     index.insert(ints([rng.randrange(3) for _ in range(4000)]), 0)
@@ -529,14 +531,14 @@ def test_chain_has_one_child_each() -> None:
     assert (tree.next_sibling == -1).all()
 
 
-def test_lookup_sees_only_what_was_inserted_before() -> None:
+def test_ngram_lookup_sees_earlier_insertions_only() -> None:
     index = sd.NgramIndex(1000, 1, 500)
     index.insert(ints([4, 4, 4]), 0)
     tree, _, match_len = draft(index, [0], 9)
     assert tree.tokens[0, :3].tolist() == [4, 4, 4] and tree.num_nodes.tolist() == [3] and match_len.tolist() == [2]
 
 
-def test_slots_none_empty_rows_and_batch_order() -> None:
+def test_ngram_draft_with_slots_and_empty_rows() -> None:
     index = sd.NgramIndex(1000, 4, 500)
     for slot, text in {0: [1, 2, 1, 2, 1], 2: [1, 2, 3, 1, 2]}.items():
         index.insert(ints(text), slot)
@@ -553,7 +555,7 @@ def test_slots_none_empty_rows_and_batch_order() -> None:
     assert tree.num_nodes.tolist()[1] == 0
 
 
-def test_empty_batch_and_empty_insert() -> None:
+def test_ngram_index_accepts_empty_batch_and_empty_insert() -> None:
     index = sd.NgramIndex(100, 1, 10)
     index.insert(ints([]), 0)
     index.insert(ints([]))
@@ -563,20 +565,20 @@ def test_empty_batch_and_empty_insert() -> None:
 
 
 @pytest.mark.parametrize("seq_len", [0, 2**31 - 1, -1, -(2**31)], ids=str)
-def test_any_seq_len_is_safe(seq_len: int) -> None:
+def test_ngram_draft_accepts_any_seq_len(seq_len: int) -> None:
     index = sd.NgramIndex(100, 1, 50)
     index.insert(ints([1, 2, 3, 1, 2, 3]), 0)
     tree, _, _ = draft(index, [0], 4, [seq_len])
     assert int(tree.positions[0, 0]) == seq_len and tree.tokens[0].tolist() == [3, 1, 2, 3]
 
 
-def test_large_token_ids() -> None:
+def test_ngram_index_stores_large_token_ids() -> None:
     index = sd.NgramIndex(100, 1, 50)
     index.insert(ints([2**31 - 1, 0, 2**31 - 1]), 0)
     assert draft(index, [0], 3)[0].tokens.tolist() == [[2**31 - 1, 0, 2**31 - 1]]
 
 
-def test_memory_is_as_documented_and_fixed() -> None:
+def test_ngram_index_memory_is_fixed_as_documented() -> None:
     index = sd.NgramIndex(1 << 20, 64, 4096)
     assert index.num_bytes == 768 + (1 << 20) // 8 * 512 + (38837 + 64 + 1) * 128 + 64 * 176
     assert index.num_bytes / (1 << 20) < 69
@@ -587,7 +589,7 @@ def test_memory_is_as_documented_and_fixed() -> None:
     assert small.num_bytes == before
 
 
-def test_clear_and_statistics() -> None:
+def test_ngram_clear_resets_content_and_statistics() -> None:
     index = sd.NgramIndex(100, 2, 500)
     fresh = index._index.digest()
     index.insert(ints([1, 2, 1]), 1)
@@ -604,8 +606,8 @@ def test_clear_and_statistics() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(-2, NUM_SLOTS + 1), texts(3, 5)), max_size=8))
-def test_extend_is_a_row_of_inserts(rows: list[tuple[int, list[int]]]) -> None:
-    """Slots may come twice; empty rows and what lies behind the lengths hold garbage."""
+def test_ngram_extend_equals_inserts_row_by_row(rows: list[tuple[int, list[int]]]) -> None:
+    """A slot may occur twice; empty rows and entries after the lengths hold garbage."""
     extended, inserted = (sd.NgramIndex(1 << 10, NUM_SLOTS, 100) for _ in range(2))
     for index in (extended, inserted):
         index.insert(ints([0, 1, 2, 0, 1]), 1)
@@ -620,13 +622,13 @@ def test_extend_is_a_row_of_inserts(rows: list[tuple[int, list[int]]]) -> None:
     assert extended.statistics == inserted.statistics
 
 
-def test_extend_without_slots() -> None:
+def test_ngram_extend_without_slots() -> None:
     index = sd.NgramIndex(100, 3, 50)
     index.extend(ints([[5, 6, 5], [7, 7, -1]]), ints([3, 2]), None)
     assert draft(index, [0, 1, 2], 2)[0].tokens.tolist() == [[5, 6], [7, 7], [0, 0]]
 
 
-def test_numpy_arrays() -> None:
+def test_ngram_index_accepts_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     index = sd.NgramIndex(100, 1, 50)
     index.insert(np.array([5, 6, 5], np.int32), 0)
@@ -685,7 +687,9 @@ REFUSED: list[tuple[Callable[[sd.NgramIndex], object], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[m[:60] for _, m in REFUSED])
-def test_messages_and_unchanged_state(call: Callable[[sd.NgramIndex], object], message: str) -> None:
+def test_ngram_index_error_messages_leave_state_unchanged(
+    call: Callable[[sd.NgramIndex], object], message: str
+) -> None:
     index = one_slot_index()
     digest = index._index.digest()
     with pytest.raises(ValueError) as error:
@@ -703,7 +707,7 @@ def test_messages_and_unchanged_state(call: Callable[[sd.NgramIndex], object], m
         ((1, 1, 1, 0), "ngram_index: num_threads is 0, expected 1 to 256"),
     ],
 )
-def test_construction_messages(arguments: tuple[int, ...], message: str) -> None:
+def test_ngram_index_construction_error_messages(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError) as error:
         sd.NgramIndex(*arguments[:3], num_threads=arguments[3] if len(arguments) > 3 else 1)
     assert str(error.value) == message

@@ -1,4 +1,4 @@
-"""The n-gram index between threads: the GIL is let go, drafts are whole, rows are shared."""
+"""The n-gram index between threads: the GIL is released, drafts are consistent, rows are shared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 def cycles(batch: int, **options: int) -> sd.NgramIndex:
-    """Slot b's text counts up to b + 2 and starts again."""
+    """Return an index; slot b's text counts up to b + 2 and starts again."""
     index = sd.NgramIndex(1 << 16, batch, 100, **options)
     for b in range(batch):
         index.insert(ints([1000 * b + i % (b + 2) for i in range(80)]), b)
@@ -25,7 +25,7 @@ def cycles(batch: int, **options: int) -> sd.NgramIndex:
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 5, 67])
 @pytest.mark.parametrize("num_threads", [2, 5])
-def test_threads_share_the_rows(num_threads: int, batch: int) -> None:
+def test_ngram_threads_draft_as_one_thread(num_threads: int, batch: int) -> None:
     alone, shared = cycles(batch), cycles(batch, num_threads=num_threads)
     lens = torch.zeros(batch, dtype=torch.int32)
     for _ in range(20):
@@ -37,8 +37,8 @@ def test_threads_share_the_rows(num_threads: int, batch: int) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 3000, 100_000])
 @pytest.mark.parametrize("num_threads", [2, 5])
-def test_threads_insert_what_one_would(num_threads: int, max_tokens: int) -> None:
-    """Documents and streams, from any place in a block, in a ring and a table that hold them and that do not."""
+def test_ngram_threads_insert_as_one_thread(num_threads: int, max_tokens: int) -> None:
+    """Documents and streams, starting anywhere in a block; ring and table hold them or are too small."""
     torch.manual_seed(max_tokens)
     one, many = (sd.NgramIndex(max_tokens, 2, 10**6, num_threads=n) for n in (1, num_threads))
     for size, slot, group in ((20_000, None, 0), (5, 1, 0), (1025, 1, 0), (8192, 1, 0), (8193, None, 3), (513, 0, 0)):
@@ -50,8 +50,8 @@ def test_threads_insert_what_one_would(num_threads: int, max_tokens: int) -> Non
             assert torch.equal(*fields)
 
 
-def test_drafts_go_on_beside_a_long_insert() -> None:
-    """From two threads, one of which finds the pool's workers taken."""
+def test_ngram_drafts_run_during_a_long_insert() -> None:
+    """Two threads draft; one of them finds the pool's workers busy."""
     index = cycles(32, num_threads=2)
     lens = torch.zeros(32, dtype=torch.int32)
     done = threading.Event()
@@ -81,7 +81,7 @@ def test_drafts_go_on_beside_a_long_insert() -> None:
     assert index.statistics.inserted == 32 * 80 + 4 * (1 << 20)
 
 
-def test_writers_from_several_threads() -> None:
+def test_ngram_writers_of_several_threads_do_not_interfere() -> None:
     index = sd.NgramIndex(1 << 14, 4, 10**6)
     lens = torch.zeros(4, dtype=torch.int32)
 
@@ -105,7 +105,7 @@ def test_writers_from_several_threads() -> None:
 
 
 def _write_in_child(index: sd.NgramIndex, results: multiprocessing.Queue[int]) -> None:
-    """As the parent does, in a process that has none of the parent's other threads."""
+    """Write as the parent does, in a process that has none of the parent's other threads."""
     index.insert(torch.arange(100, dtype=torch.int32))
     index.begin(0, group=7)
     index.insert(torch.tensor([30, 31, 32], dtype=torch.int32), 0)
@@ -116,7 +116,7 @@ def _write_in_child(index: sd.NgramIndex, results: multiprocessing.Queue[int]) -
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_child_forked_beside_a_writer_goes_on(num_threads: int) -> None:
+def test_ngram_child_forked_during_a_write_goes_on(num_threads: int) -> None:
     index = sd.NgramIndex(1 << 20, 4, num_threads=num_threads)
     text, ends = torch.arange(50, 250_000, dtype=torch.int32), threading.Event()
 
@@ -146,7 +146,7 @@ def _draft_in_child(index: sd.NgramIndex, results: multiprocessing.Queue[list[in
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_works_alone() -> None:
+def test_ngram_forked_child_works_without_pool_threads() -> None:
     index = cycles(16, num_threads=3)
     want = index.draft(None, torch.zeros(16, dtype=torch.int32), 3)[0].num_nodes.tolist()
     context = multiprocessing.get_context("fork")

@@ -29,14 +29,16 @@ WAITING = {
 
 
 class NoSync(TorchDispatchMode):
-    """Fails at an operation that waits for the device: it gives a number to the host, or a shape that hangs on one."""
+    """Fails at an operation that waits for the device: one that returns a number, or a shape that depends on data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         overload = f"{name}.{func._schema.overload_name}"
         kwargs = kwargs or {}
-        waits = bool({name, overload} & WAITING) and "output_size" not in kwargs  # which the device would be asked for
-        if name in ("index", "index_put", "index_put_"):  # by a mask, which becomes numbers first
+        waits = (
+            bool({name, overload} & WAITING) and "output_size" not in kwargs
+        )  # whose value the host would have to read
+        if name in ("index", "index_put", "index_put_"):  # by a mask, whose indices need a sync
             waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         if waits:
             raise AssertionError(f"{overload} waits for the device")
@@ -53,7 +55,7 @@ def within_no_sync(method: Callable[..., Any], calls: list[str]) -> Callable[...
 
 
 @pytest.mark.parametrize("draft", ["none", "chain", "tree", "standalone", "ngram", "union"])
-def test_a_round_asks_the_device_nothing(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_and_prefill_never_sync(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for owner, name in ((Round, "forward"), (Round, "finish"), (Passes, "launch")):
         monkeypatch.setattr(owner, name, within_no_sync(getattr(owner, name), calls))
@@ -76,7 +78,7 @@ def test_a_round_asks_the_device_nothing(draft: str, monkeypatch: pytest.MonkeyP
     assert {"forward", "finish", "launch"} <= set(calls)
 
 
-def test_it_would_be_found() -> None:
+def test_no_sync_detects_syncs() -> None:
     with NoSync():
         for wait in (
             lambda x: x.sum().item(),

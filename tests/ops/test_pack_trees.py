@@ -1,4 +1,4 @@
-"""pack_trees against its reference: cut trees are trees, and their nodes stand one after the other."""
+"""pack_trees against its reference: cut trees are trees, and their nodes are contiguous."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(
 
 
 @pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (3, 5), (4, 64), (2, 65), (5, 256)])
-def test_matches_reference(device: torch.device, batch: int, nodes: int) -> None:
+def test_pack_trees_matches_reference(device: torch.device, batch: int, nodes: int) -> None:
     tree, scores = random_draft(batch, nodes, 50)
     counts = [int(torch.randint(0, n + 1, ())) for n in tree.num_nodes.tolist()]
     cut, packed = check(device, tree, scores, shares_of(counts), sum(counts) + 3)
@@ -52,7 +52,7 @@ def test_matches_reference(device: torch.device, batch: int, nodes: int) -> None
 
 
 @pytest.mark.sanitize
-def test_by_hand(device: torch.device) -> None:
+def test_pack_trees_of_a_worked_example(device: torch.device) -> None:
     tokens = torch.tensor([[7, 3, 5, 9], [8, 1, 2, 4]], dtype=INT)
     parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]], dtype=INT)
     tree = sd.build_tree_from_parents(tokens, parents, torch.tensor([10, 20], dtype=INT))
@@ -65,13 +65,13 @@ def test_by_hand(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 3])
-def test_no_requests(device: torch.device, num_rows: int) -> None:
+def test_pack_trees_accepts_empty_batch(device: torch.device, num_rows: int) -> None:
     tree, scores = random_draft(1, 4, 50)
     check(device, sd.Tree(*(field[:0] for field in tree)), scores[:0], shares_of([]), num_rows)
 
 
 @pytest.mark.sanitize
-def test_rows_outside_are_left_out(device: torch.device) -> None:
+def test_pack_trees_skips_rows_out_of_range(device: torch.device) -> None:
     tree, scores = random_draft(3, 6, 50)
     wild = [-(2**31), -4, 3, 2**31 - 1]
     for ends in (wild, wild[::-1], [0, 9, 2, 4]):
@@ -88,8 +88,8 @@ def test_rows_outside_are_left_out(device: torch.device) -> None:
         assert cut.num_nodes.tolist() == [int(tree.num_nodes[0]), 0, min(3, int(tree.num_nodes[2]))]
 
 
-def test_best_nodes_of_the_batch(device: torch.device) -> None:
-    """What two merged drafts, an index or candidates list best first is cut where it is least worth."""
+def test_pack_trees_after_allocate_nodes_keeps_best_nodes(device: torch.device) -> None:
+    """Trees in best-first order (merged, n-gram, from candidates) lose their least likely nodes."""
     batch, nodes = 4, 24
     k, steps = 3, 4
     logprobs = -torch.rand(batch, k).sort(1).values
@@ -125,7 +125,7 @@ def test_best_nodes_of_the_batch(device: torch.device) -> None:
             assert max(left, default=-torch.inf) <= float(packed.scores[: int(shares.cu_seqlens[-1])].min())
 
 
-def test_messages() -> None:
+def test_pack_trees_error_messages() -> None:
     tree, scores = random_draft(2, 4, 50)
     for call, message in (
         (lambda: sd.pack_trees(tree, scores, shares_of([1, 1]), -1), "pack_trees: num_rows is -1, expected 0 to 2147483647"),

@@ -1,4 +1,4 @@
-"""Ops on packed rows of trees that were cut: what they do to the same rows when these are padded, to the bit."""
+"""Ops on packed rows of cut trees: results equal those on the padded rows bitwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH, NODES, VOCAB, WIDTH, NOBODY = 6, 9, 40, 6, 3
 
 
 class Cut(NamedTuple):
-    """Trees of a batch, cut; what packs padded rows [B, N, ..], and lets NaN stand behind the last request."""
+    """Trees of a batch, cut; `pack` packs padded rows [B, N, ..] and puts NaN after the last request."""
 
     tree: sd.Tree
     packed: sd.PackedNodes
@@ -53,7 +53,7 @@ def parameters(device: torch.device, greedy: bool) -> dict[str, Any]:
 
 
 def pull(logits: torch.Tensor, tree: sd.Tree) -> None:
-    """Every node's logits favour its first child, so that walks go on."""
+    """Raise each node's logits for its first child, so that walks go deep."""
     for b in range(BATCH):
         for i in range(NODES):
             child = int(tree.first_child[b, i])
@@ -64,7 +64,9 @@ def pull(logits: torch.Tensor, tree: sd.Tree) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("greedy", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_verify_tree(verifier: tuple[torch.device, str | None], dtype: torch.dtype, greedy: bool) -> None:
+def test_verify_tree_of_packed_rows_equals_padded(
+    verifier: tuple[torch.device, str | None], dtype: torch.dtype, greedy: bool
+) -> None:
     device, plan = verifier
     longest = 0
     for _ in range(10):
@@ -95,7 +97,7 @@ def test_verify_tree(verifier: tuple[torch.device, str | None], dtype: torch.dty
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("blocks", [False, True])
-def test_verify_tree_of_sampled_drafts(device: torch.device, blocks: bool) -> None:
+def test_verify_tree_of_packed_sampled_drafts_equals_padded(device: torch.device, blocks: bool) -> None:
     rows = torch.arange(-1, NODES - 1, dtype=INT, device=device).repeat(BATCH, 1)
     lens = torch.full((BATCH,), 7, dtype=INT, device=device)
     chain = torch.arange(-1, NODES - 1, dtype=INT, device=device).repeat(BATCH, 1)
@@ -123,7 +125,7 @@ def test_verify_tree_of_sampled_drafts(device: torch.device, blocks: bool) -> No
 
 
 @pytest.mark.sanitize
-def test_verify_tree_of_rows_that_are_not_there(verifier: tuple[torch.device, str | None]) -> None:
+def test_verify_tree_of_invalid_packed_ends_stays_in_bounds(verifier: tuple[torch.device, str | None]) -> None:
     device, plan = verifier
     tree, _ = random_draft(3, 4, 5)
     tree = on(device, tree)
@@ -139,7 +141,7 @@ def test_verify_tree_of_rows_that_are_not_there(verifier: tuple[torch.device, st
 
 
 @pytest.mark.sanitize
-def test_mask_stops_and_score_tokens(device: torch.device) -> None:
+def test_mask_stops_and_score_tokens_of_packed_rows_equal_padded(device: torch.device) -> None:
     cut = cut_trees(device)
     logits = torch.randn(BATCH, NODES, VOCAB, device=device)
     packed = cut.pack(logits)
@@ -163,7 +165,7 @@ def test_mask_stops_and_score_tokens(device: torch.device) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("normed", [False, True])
-def test_rope_qkv_write_kv(device: torch.device, dtype: torch.dtype, normed: bool) -> None:
+def test_rope_qkv_write_kv_of_packed_rows_equals_padded(device: torch.device, dtype: torch.dtype, normed: bool) -> None:
     cut, query_heads, heads, dim = cut_trees(device), 4, 2, 64
     table, num_pages = page_table(BATCH, 8)
     qkv = torch.randn(BATCH, NODES, query_heads + 2 * heads, dim, device=device).to(dtype)
@@ -195,8 +197,8 @@ def test_rope_qkv_write_kv(device: torch.device, dtype: torch.dtype, normed: boo
     assert status[0] == sd.Status.BAD_LENGTH
 
 
-# Where requests end, wildly; the request and the row of it that each of 6 rows is; requests with rows that are not
-# there. A request whose rows leave those there are writes no KV, one that ends before it begins has no row.
+# Invalid ends of requests; the (request, row) of each of 6 rows; requests that claim rows out of range, which write
+# no KV. A request that ends before it begins has no row.
 WILD_ENDS = [
     ([0, 4, 9, 9], [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)], {1}),
     ([2, 3, 3, 5], [None, None, (0, 0), (2, 0), (2, 1), None], set()),
@@ -208,10 +210,10 @@ WILD_ENDS = [
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(("ends", "rows", "beyond"), WILD_ENDS)
-def test_rope_qkv_write_kv_of_rows_that_are_not_there(
+def test_rope_qkv_write_kv_of_invalid_packed_ends_stays_in_bounds(
     device: torch.device, ends: list[int], rows: list[tuple[int, int] | None], beyond: set[int]
 ) -> None:
-    """As if every row were a request's only one."""
+    """Each row equals that of a request of one row."""
     heads, dim = 2, 64
     table, num_pages = page_table(3, 4)
     qkv, turns = torch.randn(6, 3 * heads, dim), torch.randn(20, dim)
@@ -244,7 +246,7 @@ def test_rope_qkv_write_kv_of_rows_that_are_not_there(
 
 
 @pytest.mark.sanitize
-def test_draft_extend_inputs_of_rows_that_are_not_there(device: torch.device) -> None:
+def test_draft_extend_inputs_of_invalid_packed_ends_stays_in_bounds(device: torch.device) -> None:
     ones = torch.ones(3, 2, dtype=INT, device=device)
     ends = torch.tensor([-5, 3, 1, 2**31 - 1], dtype=INT, device=device)
     rows = sd.draft_extend_inputs(
@@ -253,8 +255,8 @@ def test_draft_extend_inputs_of_rows_that_are_not_there(device: torch.device) ->
     assert rows.tolist() == [[0, 0], [0, 0], [2, 2]]
 
 
-def test_verify_tree_of_more_requests_than_rows(device: torch.device) -> None:
-    """More than a grid has blocks along y, of which all but two have no row."""
+def test_verify_tree_of_more_requests_than_grid_rows(device: torch.device) -> None:
+    """The batch exceeds a grid's limit along y; all requests but two have no row."""
     batch, last = 70_000, 69_999
     one, _ = random_draft(1, 4, 5)
     tree = sd.Tree(*(field.repeat(batch, *[1] * (field.ndim - 1)).to(device) for field in one))
@@ -270,7 +272,7 @@ def test_verify_tree_of_more_requests_than_rows(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_draft_extend_inputs(device: torch.device) -> None:
+def test_draft_extend_inputs_of_packed_rows_equals_padded(device: torch.device) -> None:
     cut = cut_trees(device)
     accepted = sd.verify_tree(torch.randn(BATCH, NODES, VOCAB, device=device), cut.tree, WIDTH)
     lens = torch.full((BATCH,), 5, dtype=INT, device=device)
@@ -301,7 +303,7 @@ NUMBERS, TWO = torch.zeros(5, dtype=INT), torch.zeros(2, dtype=INT)
         (lambda: sd.draft_extend_inputs(TWO[:, None], TWO[:, None], TWO, TWO, 4, cu_seqlens_q=ENDS[1:]), "draft_extend_inputs: cu_seqlens_q has shape [2], expected [batch + 1=3]"),
     ],
 )  # fmt: skip
-def test_messages(call: Callable[[], Any], message: str) -> None:
+def test_packed_rows_error_messages(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == message

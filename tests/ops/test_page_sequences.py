@@ -1,4 +1,4 @@
-"""alloc_pages, free_pages, fork_pages and assign_pages in random order: the reference's result and no page lost, after every call."""
+"""Random sequences of page ops: results equal the reference's, and no page is lost, after every call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def run_sequence(pools: TwoPools, page_size: int, max_pages: int, rng: random.Ra
     longest = max_pages * page_size
 
     def some_slots() -> list[int]:
-        """Any order, some twice, some that are none."""
+        """Return slots in any order, some repeated, some invalid."""
         return [rng.choice([*slots, *slots, -1, pools.num_slots]) for _ in range(rng.randrange(2 * pools.num_slots))]
 
     def rows(slot: int) -> int:
-        """Up to what the slot holds, whole pages more often than chance has it."""
+        """Return a number of rows that the slot holds, full pages preferred."""
         held = pools.held(slot).stop
         return rng.choice([held * page_size, rng.randint(0, held) * page_size, rng.randint(0, held * page_size)])
 
@@ -38,7 +38,7 @@ def run_sequence(pools: TwoPools, page_size: int, max_pages: int, rng: random.Ra
             case 3:
                 lens = [rng.choice([-1, 0, longest, rng.randint(0, longest), rows(slot)]) for slot in slots]
                 pools.free(lens, named, window=rng.randint(1, 2 * page_size + 2))
-            case 4:  # pages of a slot take the places of another's
+            case 4:  # pages of one slot replace those of another
                 held = [
                     [slot * max_pages + i for i in range(max_pages) if pools.model.page_table[slot, i] >= 0]
                     for slot in slots
@@ -65,7 +65,7 @@ def run_sequence(pools: TwoPools, page_size: int, max_pages: int, rng: random.Ra
 @pytest.mark.parametrize(
     ("num_slots", "num_pages", "max_pages"), [(1, 1, 1), (3, 4, 3), (5, 9, 4), (8, 23, 7), (13, 60, 40)]
 )
-def test_pages_are_conserved(
+def test_page_ops_conserve_pages(
     device: torch.device, num_slots: int, num_pages: int, max_pages: int, page_size: int
 ) -> None:
     for seed in range(SEQUENCES):
@@ -74,11 +74,11 @@ def test_pages_are_conserved(
 
 
 WILD = [-(2**31), -2, -1, 0, 1, 2, 3, 5, 2**31 - 1]
-GUARD = 64  # elements on either side of every tensor, which nobody may touch
+GUARD = 64  # guard elements on either side of every tensor
 
 
 class GuardedPool:
-    """A pool of nonsense between guards."""
+    """A pool of random content between guards."""
 
     def __init__(self, rng: random.Random, device: torch.device) -> None:
         num_slots, max_pages, num_pages = rng.randint(1, 6), rng.randint(1, 5), rng.randint(1, 9)
@@ -118,7 +118,7 @@ class GuardedPool:
                 sd.alloc_pages(self.pool, self.lens, 1, slots=self.rows[0], status=self.status)
             case "free_pages":
                 sd.free_pages(self.pool, self.lens, slots=self.rows[0], status=self.status)
-            case "free_pages behind":
+            case "free_pages with window":
                 sd.free_pages(self.pool, self.lens, window=2, slots=self.rows[0], status=self.status)
             case "assign_pages":
                 sd.assign_pages(self.pool, *self.entries)
@@ -134,11 +134,11 @@ class GuardedPool:
         return {x for buffer in self.contents() for x in buffer[:GUARD] + buffer[-GUARD:]}
 
 
-OPS = ["alloc_pages", "free_pages", "free_pages behind", "fork_pages", "assign_pages"]
+OPS = ["alloc_pages", "free_pages", "free_pages with window", "fork_pages", "assign_pages"]
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_nonsense_stays_in_bounds_and_is_the_same_everywhere(device: torch.device, op: str) -> None:
+def test_page_ops_of_random_content_stay_in_bounds_and_agree(device: torch.device, op: str) -> None:
     for seed in range(400):
         got, want = (GuardedPool(random.Random(seed), d) for d in (device, torch.device("cpu")))
         for pool in (got, want):
@@ -148,7 +148,7 @@ def test_nonsense_stays_in_bounds_and_is_the_same_everywhere(device: torch.devic
 
 
 @pytest.mark.sanitize
-def test_small(device: torch.device) -> None:
+def test_page_ops_conserve_pages_in_short_sequences(device: torch.device) -> None:
     rng = random.Random(0)
     pools = TwoPools(device, 9, 5, 4, 3)
     run_sequence(pools, 3, 4, rng)

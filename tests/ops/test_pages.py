@@ -1,4 +1,4 @@
-"""alloc_pages and free_pages: each rule by hand. Random sequences of calls are in test_page_sequences.py."""
+"""alloc_pages and free_pages: each rule in a worked example. Random sequences are in test_page_sequences.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draw(low: int, high: int, count: int) -> list[int]:
 
 
 @pytest.mark.sanitize
-def test_small(device: torch.device) -> None:
+def test_pages_are_allocated_and_freed(device: torch.device) -> None:
     pools = TwoPools(device, 5, 3, 4, 2)
     pools.alloc([1, 3, 5], 1, [2, 0, 2, -1, 1])
     pools.assert_conserved()
@@ -26,7 +26,7 @@ def test_small(device: torch.device) -> None:
     pools.assert_conserved()
 
 
-def test_lowest_pages_first_and_last_in_first_out(device: torch.device) -> None:
+def test_alloc_pages_takes_lowest_pages_first_then_last_freed(device: torch.device) -> None:
     pools = TwoPools(device, 8, 2, 8, 4)
     pools.alloc([9, 5], 3)
     assert pools.table(0) == [0, 1, 2] and pools.table(1) == [3, 4]
@@ -36,12 +36,12 @@ def test_lowest_pages_first_and_last_in_first_out(device: torch.device) -> None:
     assert pools.table(1) == [3, 4, 1], "slot 1's own pages in their old order, then slot 0's"
 
 
-def test_a_slot_that_does_not_fit_is_stalled_and_later_ones_are_tried(device: torch.device) -> None:
+def test_alloc_pages_stalls_slot_that_does_not_fit_and_tries_later_ones(device: torch.device) -> None:
     pools = TwoPools(device, 4, 3, 4, 1)
     pools.alloc([2, 3, 2])
     assert [len(pools.table(slot)) for slot in range(3)] == [2, 0, 2]
     assert pools.status.tolist() == [0, STALLED, 0]
-    pools.alloc([2, 0, 2])  # what it holds suffices now
+    pools.alloc([2, 0, 2])  # the pages it holds suffice now
     assert pools.status.tolist() == [0, 0, 0]
     pools.alloc([2, 1, 2], slots=[1])
     assert pools.status.tolist() == [0, STALLED, 0]
@@ -50,28 +50,28 @@ def test_a_slot_that_does_not_fit_is_stalled_and_later_ones_are_tried(device: to
     assert pools.status.tolist() == [0, 0, 0] and pools.table(1) == [0]
 
 
-def test_order_of_slots_is_the_order_of_service(device: torch.device) -> None:
+def test_alloc_pages_serves_slots_in_given_order(device: torch.device) -> None:
     pools = TwoPools(device, 3, 3, 3, 1)
     pools.alloc([1, 1, 1], slots=[2, -1, 0, 2, 1])
     assert [pools.table(slot) for slot in range(3)] == [[1], [2], [0]]
 
 
-def test_pages_behind_a_window_come_back(device: torch.device) -> None:
+def test_free_pages_with_window_frees_pages_before_it(device: torch.device) -> None:
     pools = TwoPools(device, 9, 2, 9, 4)
     pools.alloc([20, 16])
     assert (pools.table(0), pools.table(1)) == ([0, 1, 2, 3, 4], [5, 6, 7, 8])
-    pools.free([11, 20], window=8)  # row 3 of slot 0 is seen by the next token still
+    pools.free([11, 20], window=8)  # the next token of slot 0 still sees row 3
     assert (pools.held(0), pools.held(1)) == (range(5), range(3, 4))
     pools.free([12, 20], window=8)
     assert pools.held(0) == range(1, 5)
     pools.free([17, 0], [0, 0, 1], window=8)
     assert (pools.table(0), pools.num_free()) == ([2, 3, 4], 5)
-    pools.alloc([28, 24], slots=[0, 1])  # as far as there are pages; nothing is filled in again behind the window
+    pools.alloc([28, 24], slots=[0, 1])  # entries before the window stay empty; the rest fills until no page is left
     assert (pools.held(0), pools.held(1)) == (range(2, 7), range(3, 6))
     pools.free([2**31 - 1, -1], window=1)
     assert (pools.table(0), pools.status.tolist()) == ([], [0, BAD_LENGTH])
     pools.alloc([30, 24])
-    pools.free([25, 4])  # of a slot that has no row in front of 12 any more
+    pools.free([25, 4])  # slot 0 has no row before 12 any more
     assert (pools.held(0), pools.held(1)) == (range(7, 7), range(1, 1))
     pools.assert_conserved()
     pools.free([0, 0])
@@ -81,7 +81,7 @@ def test_pages_behind_a_window_come_back(device: torch.device) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("start", [-1, 3, 2**31 - 1])
-def test_bad_starts_stay_in_bounds(device: torch.device, start: int) -> None:
+def test_free_pages_of_invalid_starts_stays_in_bounds(device: torch.device, start: int) -> None:
     pools = TwoPools(device, 9, 2, 3, 1)
     pools.alloc([2, 2])
     pools.pool.page_starts[0] = start
@@ -92,7 +92,7 @@ def test_bad_starts_stay_in_bounds(device: torch.device, start: int) -> None:
     assert pools.status.tolist() == [0, 0]
 
 
-def test_a_slot_named_twice_is_served_once(device: torch.device) -> None:
+def test_pages_of_a_repeated_slot_are_served_once(device: torch.device) -> None:
     pools = TwoPools(device, 4, 2, 3, 1)
     pools.alloc([2, 3], slots=[0, 1, 0, 1])
     assert pools.table(0) == [0, 1] and pools.table(1) == []
@@ -100,7 +100,7 @@ def test_a_slot_named_twice_is_served_once(device: torch.device) -> None:
     assert pools.table(0) == [0] and pools.num_free() == 3
 
 
-def test_more_rows_than_a_block_has_threads(device: torch.device) -> None:
+def test_pages_of_more_rows_than_block_threads(device: torch.device) -> None:
     pools = TwoPools(device, 1500, 700, 5, 2)
     order = torch.randperm(700).tolist()
     pools.alloc(draw(0, 9, 700), 1, order + order[:300])
@@ -110,7 +110,7 @@ def test_more_rows_than_a_block_has_threads(device: torch.device) -> None:
     pools.assert_conserved()
 
 
-def test_many_pages_at_once(device: torch.device) -> None:
+def test_pages_of_many_pages_in_one_call(device: torch.device) -> None:
     pools = TwoPools(device, 1000, 3, 700, 1)
     pools.alloc([650, 200, 0])
     pools.fork([0], [2], [650, 200, 650])
@@ -121,8 +121,8 @@ def test_many_pages_at_once(device: torch.device) -> None:
     assert pools.num_free() == 1000
 
 
-def test_all_owners_let_go_in_one_call(device: torch.device) -> None:
-    """More pages than a block has threads; the last owner of each page in the order of the rows pushes it."""
+def test_free_pages_by_all_owners_in_one_call(device: torch.device) -> None:
+    """More pages than a block has threads; the page's last owner in row order pushes it."""
     pools = TwoPools(device, 500, 7, 400, 1)
     pools.alloc([310, 0, 0, 0, 0, 100, 0])
     pools.fork([0, 0, 5, 0], [1, 2, 6, 4], [0, 310, 200, 0, 77, 0, 55])
@@ -132,7 +132,7 @@ def test_all_owners_let_go_in_one_call(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_bad_lengths_get_nothing(device: torch.device) -> None:
+def test_pages_of_bad_lengths_change_nothing(device: torch.device) -> None:
     pools = TwoPools(device, 9, 5, 2, 3)
     lens = [-1, 7, 2**31 - 1, -(2**31), 6]
     pools.alloc(lens)
@@ -148,7 +148,7 @@ def test_bad_lengths_get_nothing(device: torch.device) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("count", [-1, 4, 2**31 - 1, -(2**31)])
-def test_bad_counts_stay_in_bounds(device: torch.device, count: int) -> None:
+def test_pages_of_bad_counts_stay_in_bounds(device: torch.device, count: int) -> None:
     pools = TwoPools(device, 9, 2, 3, 1)
     pools.pool.page_counts[0] = count
     lens = torch.tensor([2, 2], dtype=INT, device=device)
@@ -160,32 +160,32 @@ def test_bad_counts_stay_in_bounds(device: torch.device, count: int) -> None:
 
 
 @pytest.mark.sanitize
-def test_table_entries_that_are_no_pages_are_skipped(device: torch.device) -> None:
+def test_free_pages_skips_invalid_table_entries(device: torch.device) -> None:
     pools = TwoPools(device, 60, 2, 50, 1)
     pools.alloc([45, 5])
     pools.set_entry(0, 1, -1)
     pools.set_entry(0, 2, 60)
     pools.set_entry(0, 40, 2**31 - 1)
-    pools.set_entry(0, 7, 6)  # page 6 twice: the second time it has no owner left
-    pools.set_entry(0, 3, 44)  # and one that is gone before its turn comes
+    pools.set_entry(0, 7, 6)  # page 6 twice: no owner is left the second time
+    pools.set_entry(0, 3, 44)  # and a page freed before its turn
     pools.free([0, 5])
     assert pools.status.tolist() == [BAD_PAGE, 0]
     assert pools.table(0) == []
 
 
 @pytest.mark.sanitize
-def test_a_page_listed_twice_with_two_owners_is_free_after_both(device: torch.device) -> None:
+def test_free_pages_frees_page_listed_twice_after_both_owners(device: torch.device) -> None:
     pools = TwoPools(device, 9, 3, 8, 1)
     pools.alloc([4, 0, 0])
     pools.fork([0], [1], [0, 4, 0])
-    pools.set_entry(0, 3, 2)  # slot 0 lets go of page 2 twice, slot 1 finds no owner
+    pools.set_entry(0, 3, 2)  # slot 0 releases page 2 twice, slot 1 finds no owner
     pools.free([0, 0, 0], [0, 1])
     assert pools.status.tolist() == [0, BAD_PAGE, 0]
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("num_free", [-3, 9, 2**31 - 1])
-def test_a_wild_stack_stays_in_bounds(device: torch.device, num_free: int) -> None:
+def test_pages_of_invalid_stack_stay_in_bounds(device: torch.device, num_free: int) -> None:
     pool = sd.make_page_pool(4, 2, 3, 1, torch.empty(0, device=device))
     pool.num_free[0] = num_free
     pool.free_stack[2:] = torch.tensor([-5, 2**31 - 1], dtype=INT)
@@ -202,7 +202,7 @@ def test_a_wild_stack_stays_in_bounds(device: torch.device, num_free: int) -> No
     assert 0 <= int(pool.num_free) <= 4
 
 
-def test_empty_batch_and_no_slots(device: torch.device) -> None:
+def test_pages_accept_empty_batch_and_no_slots(device: torch.device) -> None:
     like = torch.empty(0, device=device)
     pool = sd.make_page_pool(4, 0, 3, 1, like)
     nothing = torch.empty(0, dtype=INT, device=device)
@@ -213,7 +213,7 @@ def test_empty_batch_and_no_slots(device: torch.device) -> None:
     assert int(pool.num_free) == 4
 
 
-def test_a_pool_of_numpy_arrays() -> None:
+def test_page_pool_accepts_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     pool = sd.make_page_pool(4, 2, 3, 2, np.empty(0))
     sd.alloc_pages(pool, np.array([1, 3], np.int32), 0)
@@ -222,7 +222,7 @@ def test_a_pool_of_numpy_arrays() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_graph_replay_with_changed_lengths() -> None:
+def test_pages_graph_replay_reads_changed_lengths() -> None:
     device = torch.device("cuda")
     pool, model = (sd.make_page_pool(9, 3, 4, 2, torch.empty(0, device=d)) for d in (device, torch.device("cpu")))
     lens = torch.zeros(3, dtype=INT, device=device)
@@ -256,7 +256,7 @@ def test_graph_replay_with_changed_lengths() -> None:
         ("free_pages", {"slots": torch.zeros(2, 1, dtype=INT)}, "free_pages: slots has shape [2, 1], expected [batch]"),
     ],
 )  # fmt: skip
-def test_messages(op: str, change: dict[str, object], message: str) -> None:
+def test_pages_error_messages(op: str, change: dict[str, object], message: str) -> None:
     pool = sd.make_page_pool(4, 2, 3, 1, torch.empty(0))
     pool = pool._replace(**{name: change.pop(name) for name in list(change) if name in sd.PagePool._fields})
     lens = torch.zeros(2, dtype=INT)
@@ -266,7 +266,7 @@ def test_messages(op: str, change: dict[str, object], message: str) -> None:
     assert str(error.value) == message
 
 
-def test_make_page_pool_names_a_bad_page_size() -> None:
+def test_make_page_pool_refuses_bad_page_size() -> None:
     with pytest.raises(ValueError) as error:
         sd.make_page_pool(4, 2, 3, 0, torch.empty(0))
     assert str(error.value) == "make_page_pool: page_size is 0, expected at least 1"

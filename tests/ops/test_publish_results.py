@@ -1,4 +1,4 @@
-"""publish_results: records in order, each whole before its number stands."""
+"""publish_results: records in order, each complete before its number is published."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on(device: torch.device | str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(("batch", "width", "slots"), [(3, 2, 5), (1, 1, 1), (0, 4, 2), (70, 33, 300)])
-def test_records_in_order(device: torch.device, batch: int, width: int, slots: int) -> None:
+def test_publish_results_writes_records_in_order(device: torch.device, batch: int, width: int, slots: int) -> None:
     top_n = 3
     rings = rings_of(slots, batch + 1, width, device, top_n)
     rings.started_at.fill_(5 * 2**33 + 9)
@@ -75,10 +75,10 @@ def test_records_in_order(device: torch.device, batch: int, width: int, slots: i
 @pytest.mark.sanitize
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize(("batch", "width", "nodes", "num_levels"), [(5, 3, 9, 3), (64, 6, 48, 11), (1, 1, 1, 32)])
-def test_what_the_levels_would_have_brought(
+def test_publish_results_counts_tokens_of_every_budget_level(
     device: torch.device, batch: int, width: int, nodes: int, num_levels: int, drawn: bool
 ) -> None:
-    """Of the rows that go on, whatever else the tensors hold."""
+    """Counts cover running rows only, whatever else the tensors hold."""
     slots = batch + 2
     rings = rings_of(slots, batch, width, device, num_levels=num_levels)
     want = rings.results.cpu().clone()
@@ -107,7 +107,7 @@ def test_what_the_levels_would_have_brought(
     assert torch.equal(got[8 + num_levels :], want[8 + num_levels :]) and int(got[6]) == int(want[6])
 
 
-def test_rows_without_slots(device: torch.device) -> None:
+def test_publish_results_without_slots(device: torch.device) -> None:
     given, rings = rows(2, 1, 3, device), rings_of(3, 2, 1, device)
     rings.publish_results(**given)
     if device.type == "cuda":
@@ -119,7 +119,7 @@ def test_rows_without_slots(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("count", [-1, -(2**63), 2**63 - 1])
-def test_any_count_names_a_record(device: torch.device, count: int) -> None:
+def test_publish_results_wraps_any_record_count(device: torch.device, count: int) -> None:
     rings = rings_of(1, 1, 1, device)
     rings.num_published.fill_(count)
     rings.publish_results(**rows(1, 1, 1, device))
@@ -140,8 +140,10 @@ def test_any_count_names_a_record(device: torch.device, count: int) -> None:
         (64, 6, 9, 20, 8 + 18 + 64 * 256),
     ],
 )
-def test_words_of_a_record(max_batch: int, accept_width: int, num_levels: int, max_logprobs: int, words: int) -> None:
-    """As csrc/round/records.h describes them: 8, two of each level, then each row's 4, tokens and scores; even."""
+def test_publish_results_writes_record_layout(
+    max_batch: int, accept_width: int, num_levels: int, max_logprobs: int, words: int
+) -> None:
+    """The layout of csrc/round/records.h: 8 words, 2 per level, then per row 4, tokens and scores; padded to even."""
     assert _C.result_words(max_batch, accept_width, num_levels, max_logprobs) == words
 
 
@@ -161,7 +163,7 @@ SCORES = sd.TokenScores(torch.zeros(2, 2), torch.zeros(2, 2, 1, dtype=INT), torc
     ],
     ids=["words", "depth", "alignment", "num_valid", "status", "words of scores", "counter"],
 )  # fmt: skip
-def test_messages(change: dict[str, Any], message: str) -> None:
+def test_publish_results_error_messages(change: dict[str, Any], message: str) -> None:
     rings, given = rings_of(3, 2, 2, torch.device("cpu")), rows(2, 2, 3)
     for name, value in change.items():
         if hasattr(rings, name):
@@ -183,7 +185,7 @@ def test_messages(change: dict[str, Any], message: str) -> None:
     ],
     ids=["scores alone", "no scores"],
 )  # fmt: skip
-def test_scores_come_with_who_asked(
+def test_publish_results_refuses_scores_without_num_logprobs(
     logprobs: torch.Tensor | None, num_logprobs: torch.Tensor | None, message: str
 ) -> None:
     rings, given = rings_of(3, 2, 2, torch.device("cpu")), rows(2, 2, 3)
@@ -209,7 +211,7 @@ def test_scores_come_with_who_asked(
     ],
     ids=["no cuts", "cuts alone", "no limits", "many", "shape", "words"],
 )  # fmt: skip
-def test_messages_about_levels(change: dict[str, Any], message: str) -> None:
+def test_publish_results_error_messages_of_levels(change: dict[str, Any], message: str) -> None:
     rings, given = rings_of(3, 2, 2, torch.device("cpu"), num_levels=2), rows(2, 2, 3)
     with pytest.raises(ValueError) as error:
         rings.publish_results(**(given | {"level_limits": torch.tensor([1, 4], dtype=INT)} | change))
@@ -217,7 +219,7 @@ def test_messages_about_levels(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_what_the_device_cannot_reach() -> None:
+def test_publish_results_refuses_memory_the_device_cannot_reach() -> None:
     rings = rings_of(1, 1, 1, torch.device("cuda"))
     rings.results = torch.zeros(3, 14, dtype=INT)
     with pytest.raises(ValueError, match="publish_results: results is not pinned, expected a pinned or cuda tensor"):

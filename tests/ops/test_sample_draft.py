@@ -1,4 +1,4 @@
-"""sample_draft: against its reference, and its distribution against Plackett-Luce."""
+"""sample_draft against its reference, and its distribution against Plackett-Luce."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw(
     slots: torch.Tensor | None = None,
     id_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Poisoned outputs; one request a row unless there are slots, numbered positions unless given."""
+    """Return draws into poisoned outputs; without slots a request per row, without positions numbered ones."""
     rows, device = len(logits), logits.device
     num_slots = rows if slots is None else 5
     if not isinstance(temperature, torch.Tensor):
@@ -58,26 +58,28 @@ def check(logits: torch.Tensor, k: int, temperature: torch.Tensor, slots: torch.
 @pytest.mark.parametrize(
     ("rows", "vocab", "k"), [(1, 1, 1), (3, 7, 7), (5, 127, 8), (2, 2048, 64), (3, 32000, 10), (1, 128256, 64)]
 )
-def test_matches_reference(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, k: int) -> None:
+def test_sample_draft_matches_reference(
+    device: torch.device, dtype: torch.dtype, rows: int, vocab: int, k: int
+) -> None:
     check(torch.randn(rows, vocab, device=device).to(dtype) * 2, k, torch.rand(rows) + 0.3)
 
 
 @pytest.mark.sanitize
-def test_small_with_slots_and_id_map(device: torch.device) -> None:
+def test_sample_draft_with_slots_and_id_map_matches_reference(device: torch.device) -> None:
     slots = torch.tensor([4, -1, 0, WILD[1]], dtype=torch.int32)
     temperature = torch.tensor([1.0, torch.nan, torch.nan, torch.nan, 0.0])
     id_map = torch.randperm(33).to(torch.int32)
     check(torch.randn(8, 33, device=device), 5, temperature, slots, id_map)
 
 
-def test_strided_rows_and_unaligned_pointer(device: torch.device) -> None:
+def test_sample_draft_of_strided_rows_and_unaligned_pointer_matches_reference(device: torch.device) -> None:
     wide = torch.randn(6, 4103, device=device)
     for dtype in (torch.float32, torch.bfloat16):
         for start in (0, 1, 5):
             check(wide.to(dtype)[::2, start : start + 4091], 9, torch.tensor([0.7, 1.0, 0.0]))
 
 
-def test_temperatures(device: torch.device) -> None:
+def test_sample_draft_of_several_temperatures_matches_reference(device: torch.device) -> None:
     greedy = [0.0, -1.0, math.nan, -math.inf]
     temperature = torch.tensor([*greedy, 1e-3, 0.1, 1.0, 100.0])
     logits = torch.randn(1, 200, device=device).repeat(len(temperature), 1)
@@ -88,7 +90,7 @@ def test_temperatures(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-30, 1e30, math.inf])
-def test_extreme_temperatures(device: torch.device, temperature: float) -> None:
+def test_sample_draft_of_extreme_temperatures(device: torch.device, temperature: float) -> None:
     logits = torch.randn(4, 100, device=device)
     ids, logprobs = draw(logits, 3, temperature)
     if temperature < 1:
@@ -98,7 +100,7 @@ def test_extreme_temperatures(device: torch.device, temperature: float) -> None:
     assert all(len(set(row)) == 3 for row in ids.tolist())
 
 
-def test_fewer_than_k_possible(device: torch.device) -> None:
+def test_sample_draft_of_fewer_than_k_possible_tokens(device: torch.device) -> None:
     inf, nan = torch.inf, torch.nan
     logits = torch.tensor([[-inf, nan, 2.0, -inf], [nan] * 4, [-inf] * 4, [inf, 1.0, inf, -inf]], device=device)
     ids, logprobs = draw(logits, 4)
@@ -109,29 +111,29 @@ def test_fewer_than_k_possible(device: torch.device) -> None:
     torch.testing.assert_close(logprobs.cpu(), want)
 
 
-def test_masked_vocabulary(device: torch.device) -> None:
+def test_sample_draft_of_masked_vocabulary(device: torch.device) -> None:
     logits = torch.full((2, 50000), -torch.inf, device=device)
     logits[:, 777::9999] = torch.randn(2, 5, device=device)
     check(logits, 20, torch.tensor([0.0, 1.0]))
 
 
-def test_equal_logits(device: torch.device) -> None:
+def test_sample_draft_of_equal_logits(device: torch.device) -> None:
     check(torch.zeros(2, 50000, device=device), 20, torch.tensor([0.0, 1.0]))
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_sample_draft_accepts_empty_batch(device: torch.device) -> None:
     ids, logprobs = draw(torch.empty(0, 5, device=device), 2, slots=torch.empty(0, dtype=torch.int32))
     assert ids.shape == logprobs.shape == (0, 2)
 
 
-# --- distribution: every draw has its own position, so that one call makes many -----------------------------------
+# --- distribution: every draw has its own position, so that one call draws many -----------------------------------
 
 DRAWS = 200_000
 WEIGHTS = torch.tensor([0.4, 0.25, 0.2, 0.1, 0.05])
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    """In standard deviations above its mean: 5 is a probability below 1e-5. The seed is fixed, so nothing flakes."""
+    """Return chi-square in standard deviations above its mean; P(> 5) < 1e-5, seeds are fixed."""
     expected = probabilities.double() * counts.sum()
     statistic = float(((counts - expected) ** 2 / expected).sum())
     freedom = counts.numel() - 1
@@ -151,13 +153,13 @@ def plackett_luce(p: torch.Tensor, k: int) -> dict[tuple[int, ...], float]:
 
 
 def many_draws(device: torch.device, k: int, temperature: float = 1.0, seed: int = 11) -> torch.Tensor:
-    """[DRAWS, k] draws from WEIGHTS, one for each position of one request."""
+    """Return [DRAWS, k] draws from WEIGHTS, one for each position of one request."""
     logits = (WEIGHTS.log() * temperature).to(device).expand(DRAWS, -1)
     return draw(logits, k, temperature, seed, slots=torch.zeros(1, dtype=torch.int32))[0].cpu()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
-def test_ordered_draws_follow_plackett_luce(device: torch.device, temperature: float) -> None:
+def test_sample_draft_follows_plackett_luce(device: torch.device, temperature: float) -> None:
     draws = many_draws(device, 3, temperature)
     want = plackett_luce(WEIGHTS, 3)
     number = {order: i for i, order in enumerate(want)}
@@ -167,25 +169,25 @@ def test_ordered_draws_follow_plackett_luce(device: torch.device, temperature: f
     kinds = code[draws.long() @ torch.tensor([25, 5, 1])]
     assert (kinds >= 0).all()
     assert abs(chi_square(kinds.bincount(minlength=len(want)), torch.tensor(list(want.values())))) < 5
-    for place in range(3):  # each draw's marginal
+    for place in range(3):  # the marginal of each draw
         marginal = torch.zeros(5)
         for order, probability in want.items():
             marginal[order[place]] += probability
         assert abs(chi_square(draws[:, place].bincount(minlength=5), marginal)) < 5
 
 
-def test_large_vocabulary_of_unequal_weights(device: torch.device) -> None:
+def test_sample_draft_follows_unequal_weights_of_a_large_vocabulary(device: torch.device) -> None:
     weights = torch.logspace(0, -5, 1000)
     weights /= weights.sum()
     logits = weights.log().to(device).expand(DRAWS // 2, -1)
     ids = draw(logits, 1, 1.0, torch.arange(DRAWS // 2))[0].cpu().flatten()
-    groups = weights.cumsum(0).mul(40).long().clamp(max=39)  # about equal shares
+    groups = weights.cumsum(0).mul(40).long().clamp(max=39)  # groups of about equal probability
     want = torch.zeros(40).index_add_(0, groups, weights)
     assert abs(chi_square(groups[ids].bincount(minlength=40), want)) < 5
 
 
 @pytest.mark.parametrize("apart_by", ["position", "row", "seed"])
-def test_draws_are_independent(device: torch.device, apart_by: str) -> None:
+def test_sample_draft_rows_are_independent(device: torch.device, apart_by: str) -> None:
     if apart_by == "position":
         draws = many_draws(device, 1).flatten()
         first, second = draws[:-1], draws[1:]
@@ -201,10 +203,10 @@ def test_draws_are_independent(device: torch.device, apart_by: str) -> None:
     assert abs(chi_square(pairs, torch.outer(WEIGHTS, WEIGHTS).flatten())) < 5
 
 
-# --- what noise depends on ----------------------------------------------------------------------------------------
+# --- dependence of the noise ----------------------------------------------------------------------------------------
 
 
-def test_draws_do_not_depend_on_the_batch_the_slot_or_k(device: torch.device) -> None:
+def test_sample_draft_does_not_depend_on_batch_slot_or_k(device: torch.device) -> None:
     logits = torch.randn(6, 3000, device=device)
     seeds, positions = torch.randint(0, 2**62, (5,)), torch.randint(0, 1000, (6,), dtype=torch.int32)
     slots = torch.tensor([3, 0, 4], dtype=torch.int32)  # two rows each
@@ -221,7 +223,7 @@ def test_draws_do_not_depend_on_the_batch_the_slot_or_k(device: torch.device) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_both_devices_draw_the_same(dtype: torch.dtype) -> None:
+def test_sample_draft_is_equal_on_both_devices(dtype: torch.dtype) -> None:
     if not torch.cuda.is_available() or sd.cuda_version is None:
         pytest.skip("no GPU here")
     for rows, vocab in ((64, 151936), (3, 50257), (300, 32000)):
@@ -232,7 +234,7 @@ def test_both_devices_draw_the_same(dtype: torch.dtype) -> None:
         torch.testing.assert_close(there[1].cpu(), here[1], rtol=2e-6, atol=2e-5)
 
 
-def test_graph_replay_with_changed_inputs() -> None:
+def test_sample_draft_graph_replay_reads_changed_inputs() -> None:
     if not torch.cuda.is_available() or sd.cuda_version is None:
         pytest.skip("no GPU here")
     logits = torch.randn(4, 999, device="cuda")
@@ -252,7 +254,7 @@ def test_graph_replay_with_changed_inputs() -> None:
         assert torch.equal(got, want)
 
 
-def test_numpy_arrays() -> None:
+def test_sample_draft_accepts_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     ids, logprobs = sd.sample_draft(
         np.zeros((2, 9), np.float32),
@@ -285,7 +287,7 @@ def int32(*shape: int) -> torch.Tensor:
         ({"out": sd.TopK(int32(6, 2), torch.zeros(3, 2))}, "sample_draft: out.logprobs has shape [3, 2], expected [rows=6, k=2]"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, object], message: str) -> None:
+def test_sample_draft_error_messages(change: dict[str, object], message: str) -> None:
     arguments = {
         "logits": torch.zeros(6, 8),
         "k": 2,

@@ -47,7 +47,7 @@ def random_rows(batch: int, nodes: int, width: int, vocab: int) -> sd.Accepted:
     ("batch", "nodes", "width", "vocab", "top_n"),
     [(1, 1, 1, 1, 1), (3, 4, 3, 7, 7), (2, 8, 6, 1013, 20), (2, 3, 4, 32000, 0), (1, 2, 2, 128256, 64)],
 )
-def test_matches_reference(
+def test_score_tokens_matches_reference(
     device: torch.device, dtype: torch.dtype, batch: int, nodes: int, width: int, vocab: int, top_n: int
 ) -> None:
     check(
@@ -56,11 +56,11 @@ def test_matches_reference(
 
 
 @pytest.mark.sanitize
-def test_small(device: torch.device) -> None:
+def test_score_tokens_matches_reference_on_small_inputs(device: torch.device) -> None:
     check(torch.randn(2, 3, 33, device=device), random_rows(2, 3, 4, 33), top_n=5)
 
 
-def test_what_verify_tree_emits(device: torch.device) -> None:
+def test_score_tokens_of_verify_tree_outputs(device: torch.device) -> None:
     logits = torch.zeros(2, 3, 10, device=device)
     logits[0, 0, 7], logits[0, 2, 4], logits[1, 0, 3] = 5, 6, 7
     tree = sd.build_tree_from_parents(
@@ -80,8 +80,8 @@ def test_what_verify_tree_emits(device: torch.device) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("top_n", [0, 4])
-def test_what_slots_ask_for(device: torch.device, top_n: int) -> None:
-    """Nothing, the tokens alone, some of the best entries, more than there are; and rows that are empty."""
+def test_score_tokens_honors_num_logprobs_of_slots(device: torch.device, top_n: int) -> None:
+    """Slots ask for nothing, the tokens alone, some top entries, or more than exist; some rows are empty."""
     accepted = random_rows(7, 3, 4, 70)._replace(num_valid=torch.full((7,), 3, dtype=torch.int32))
     slots = torch.tensor([4, 0, -1, 2, 1, 5, 3], dtype=torch.int32)
     wanted = torch.tensor([-1, 0, 2, 9, -(2**31)], dtype=torch.int32)
@@ -103,7 +103,7 @@ def test_what_slots_ask_for(device: torch.device, top_n: int) -> None:
 
 
 @pytest.mark.parametrize("wild", WILD, ids=str)
-def test_nodes_and_tokens_out_of_range_count_as_unused(device: torch.device, wild: int) -> None:
+def test_score_tokens_treats_nodes_and_tokens_out_of_range_as_unused(device: torch.device, wild: int) -> None:
     accepted = random_rows(2, 4, 5, 50)
     accepted.num_valid.fill_(5)
     accepted.path[0, 1], accepted.tokens[1, 3] = wild, wild
@@ -112,12 +112,12 @@ def test_nodes_and_tokens_out_of_range_count_as_unused(device: torch.device, wil
     assert got.top_ids[0, 1].tolist() == got.top_ids[1, 3].tolist() == [-1, -1, -1]
 
 
-def test_wild_lengths_and_unread_rows(device: torch.device) -> None:
+def test_score_tokens_of_invalid_lengths_stays_in_bounds(device: torch.device) -> None:
     accepted = random_rows(3, 4, 5, 50)._replace(num_valid=torch.tensor(WILD, dtype=torch.int32))
     check(torch.randn(3, 4, 50, device=device), accepted, 2)
 
 
-def test_nan_and_infinities(device: torch.device) -> None:
+def test_score_tokens_of_nan_and_infinities(device: torch.device) -> None:
     inf, nan = torch.inf, torch.nan
     rows = [[nan, 2.0, -inf, 2.0], [nan] * 4, [0.0, inf, 1.0, inf]]
     logits = torch.tensor([rows], device=device)
@@ -127,17 +127,17 @@ def test_nan_and_infinities(device: torch.device) -> None:
     torch.testing.assert_close(got.logprobs.cpu().exp(), torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]))
 
 
-def test_strided_logits(device: torch.device) -> None:
+def test_score_tokens_of_strided_logits(device: torch.device) -> None:
     wide = torch.randn(2, 7, 4100, device=device).to(torch.bfloat16)
     check(wide[:, ::2, 3:4090], random_rows(2, 4, 5, 4087), top_n=9)
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_score_tokens_accepts_empty_batch(device: torch.device) -> None:
     scores = sd.score_tokens(torch.empty(0, 3, 5, device=device), on(device, random_rows(0, 3, 2, 5)), top_n=2)
     assert [tuple(t.shape) for t in scores] == [(0, 2), (0, 2, 2), (0, 2, 2)]
 
 
-def test_batch_permutation(device: torch.device) -> None:
+def test_score_tokens_commutes_with_batch_permutation(device: torch.device) -> None:
     logits, accepted = torch.randn(5, 3, 999, device=device), random_rows(5, 3, 4, 999)
     order = torch.tensor([3, 0, 4, 2, 1])
     straight = check(logits, accepted, 4)
@@ -146,7 +146,7 @@ def test_batch_permutation(device: torch.device) -> None:
         assert torch.equal(a[order.to(device)], b)
 
 
-def test_numpy_arrays() -> None:
+def test_score_tokens_accepts_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     zeros = np.zeros((2, 3), np.int32)
     scores = sd.score_tokens(
@@ -177,7 +177,7 @@ def int32(*shape: int) -> torch.Tensor:
         ({"top_logprobs": torch.zeros(2, 2)}, "score_tokens: out.top_logprobs has shape [2, 2], expected [batch=2, accept_width=4, top_n=2]"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, object], message: str) -> None:
+def test_score_tokens_error_messages(change: dict[str, object], message: str) -> None:
     arguments = {"logits": torch.zeros(2, 3, 8), "top_n": 2}
     rows = {"tokens": int32(2, 4), "num_valid": int32(2), "path": int32(2, 4)}
     outputs = poisoned(2, 4, 2, torch.device("cpu"))._asdict()

@@ -22,23 +22,23 @@ def check(logits: torch.Tensor, k: int, id_map: torch.Tensor | None = None) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(1, 1, 1), (3, 7, 7), (5, 127, 8), (2, 32000, 10), (1, 128256, 64)])
-def test_matches_reference(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, k: int) -> None:
-    # 16-bit logits over a large vocabulary have many exact ties: the order among them is part of the contract.
+def test_select_topk_matches_reference(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, k: int) -> None:
+    # 16-bit logits over a large vocabulary tie often; the contract includes the order of ties.
     check(torch.randn(rows, vocab, device=device).to(dtype), k)
 
 
 @pytest.mark.sanitize
-def test_small_with_id_map(device: torch.device) -> None:
+def test_select_topk_with_id_map_matches_reference(device: torch.device) -> None:
     id_map = torch.randperm(33, device=device).to(torch.int32)
     check(torch.randn(4, 33, device=device), 5, id_map)
 
 
-def test_strided_rows_and_unaligned_pointer(device: torch.device) -> None:
+def test_select_topk_of_strided_rows_and_unaligned_pointer_matches_reference(device: torch.device) -> None:
     wide = torch.randn(6, 101, device=device)
     check(wide[::2, 1:100], 9)
 
 
-def test_nan_and_minus_infinity(device: torch.device) -> None:
+def test_select_topk_of_nan_and_minus_infinity(device: torch.device) -> None:
     logits = torch.full((3, 6), -torch.inf, device=device)
     logits[0, 4] = 1.0
     logits[1] = torch.nan
@@ -46,7 +46,7 @@ def test_nan_and_minus_infinity(device: torch.device) -> None:
     check(logits, 6)
 
 
-def test_plus_infinity_takes_the_whole_probability(device: torch.device) -> None:
+def test_select_topk_gives_plus_infinity_the_whole_probability(device: torch.device) -> None:
     inf = torch.inf
     logits = torch.tensor([[0.0, inf, 1.0, torch.nan], [inf, -inf, inf, 3.0], [inf, inf, inf, inf]], device=device)
     check(logits, 4)
@@ -56,7 +56,7 @@ def test_plus_infinity_takes_the_whole_probability(device: torch.device) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "vocab", "k"), [(2, 50000, 64), (1, 300001, 20), (30, 2048, 64), (300, 1030, 13)])
-def test_massive_ties(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, k: int) -> None:
+def test_select_topk_of_massive_ties(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, k: int) -> None:
     check(torch.zeros(rows, vocab, device=device, dtype=dtype), k)
     check(torch.randn(rows, vocab, device=device).round().to(dtype), k)
     masked = torch.full((rows, vocab), -torch.inf, device=device, dtype=dtype)
@@ -64,7 +64,7 @@ def test_massive_ties(device: torch.device, dtype: torch.dtype, rows: int, vocab
     check(masked, k)
 
 
-def test_wide_range(device: torch.device) -> None:
+def test_select_topk_of_wide_range(device: torch.device) -> None:
     check(torch.randn(3, 9999, device=device).exp().exp() * torch.tensor([[1.0], [-1.0], [0.01]], device=device), 11)
     for limit in (torch.finfo(torch.float32).max, torch.finfo(torch.float32).min):
         ids, logprobs = sd.select_topk(torch.full((2, 7000), limit, device=device), 3)
@@ -72,8 +72,8 @@ def test_wide_range(device: torch.device) -> None:
         torch.testing.assert_close(logprobs.cpu(), torch.full((2, 3), -math.log(7000)))
 
 
-def test_rows_do_not_depend_on_the_batch(device: torch.device) -> None:
-    # On a GPU, few rows are shared by clusters of blocks and many are not: ids are the same, probabilities nearly.
+def test_select_topk_rows_do_not_depend_on_batch(device: torch.device) -> None:
+    # On a GPU, clusters of blocks share each of few rows, not of many: ids are equal, probabilities nearly.
     logits = torch.randn(300, 5003, device=device)
     ids, logprobs = sd.select_topk(logits, 10)
     few_ids, few_logprobs = sd.select_topk(logits[7:9], 10)
@@ -107,8 +107,8 @@ KINDS = ("any", "rises", "few scores", "the best side by side", "far above the b
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_rows(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    # More than a GPU takes at a time, of more than what its threads read at a time.
+def test_select_topk_of_many_rows(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    # More rows than a GPU runs at a time, each longer than its threads read at a time.
     rows, vocab = 300 if device.type == "cuda" else 3, 13001
     logits = rows_of(kind, rows, vocab).to(device=device, dtype=dtype)
     check(logits, 10)
@@ -116,12 +116,12 @@ def test_many_rows(device: torch.device, dtype: torch.dtype, kind: str) -> None:
 
 
 @pytest.mark.sanitize
-def test_many_rows_of_few_kinds(device: torch.device) -> None:
+def test_select_topk_of_many_rows_of_few_kinds(device: torch.device) -> None:
     rows = 300 if device.type == "cuda" else 3
     check(torch.cat([rows_of(kind, rows // 3, 12301) for kind in ("any", "rises", "NaN")]).to(device).half(), 5)
 
 
-def test_poisoned_outputs(device: torch.device) -> None:
+def test_select_topk_overwrites_all_outputs(device: torch.device) -> None:
     logits = torch.randn(5, 333, device=device)
     out = sd.TopK(
         torch.full((5, 7), -77, dtype=torch.int32, device=device), torch.full((5, 7), torch.nan, device=device)
@@ -130,16 +130,16 @@ def test_poisoned_outputs(device: torch.device) -> None:
     assert torch.equal(out.ids.cpu(), reference.select_topk(logits.cpu(), 7)[0]) and not out.logprobs.isnan().any()
 
 
-def test_single_column(device: torch.device) -> None:
+def test_select_topk_of_single_column(device: torch.device) -> None:
     check(torch.tensor([[3.0], [-torch.inf], [torch.inf], [torch.nan]], device=device), 1)
 
 
-def test_empty_batch(device: torch.device) -> None:
+def test_select_topk_accepts_empty_batch(device: torch.device) -> None:
     ids, logprobs = sd.select_topk(torch.empty(0, 5, device=device), 2)
     assert ids.shape == logprobs.shape == (0, 2)
 
 
-def test_numpy_arrays() -> None:
+def test_select_topk_accepts_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     logits = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)
     ids, logprobs = sd.select_topk(logits, 3)
@@ -161,7 +161,7 @@ def test_numpy_arrays() -> None:
         ({"k": 0}, "select_topk: k is 0, expected 1 to 8"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, object], message: str) -> None:
+def test_select_topk_error_messages(change: dict[str, object], message: str) -> None:
     arguments = {"logits": torch.zeros(2, 8), "k": 2} | change
     with pytest.raises(ValueError) as error:
         sd.select_topk(**arguments)

@@ -1,4 +1,4 @@
-"""Every op on CUDA: in order on any stream, and replayed in a graph with changed inputs. Its CPU half says what is right.
+"""Every op on CUDA: ordered on any stream, replayed in a graph with changed inputs; equal to the CPU op.
 
 CASES has one entry for each op: small inputs from a seed, and a call that returns every tensor the op wrote. Ops that
 work in place return their own arguments.
@@ -52,7 +52,7 @@ def given_tree() -> sd.Tree:
 
 
 def pool(full: bool) -> Inputs:
-    """Return a page pool as tensors; full: the slots hold 1 to 3 pages each, named in a random order."""
+    """Return a page pool as tensors; if `full`, slots hold 1 to 3 pages each, in random order."""
     made = sd.make_page_pool(PAGES, B, PAGES // B, PAGE, like=torch.empty(0))
     made.free_stack.copy_(torch.randperm(PAGES))
     if full:
@@ -239,7 +239,7 @@ def free_pages(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def fork_inputs() -> Inputs:
-    """Slot 0 holds three pages, and is forked into slots 1 and 2."""
+    """Return inputs with three pages in slot 0, which is forked into slots 1 and 2."""
     made = as_pool(pool(full=False))
     sd.alloc_pages(made, ints(9, 13, B), 0, slots=torch.tensor([0], dtype=torch.int32))
     return {
@@ -255,7 +255,7 @@ def fork_pages(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def assign_inputs() -> Inputs:
-    """Pages of slot 0 go to slot 1, and those of others are let go of."""
+    """Return inputs that move pages of slot 0 to slot 1 and release others."""
     made = as_pool(pool(full=False))
     sd.alloc_pages(made, ints(9, 13, B), 0)
     width = made.page_table.shape[1]
@@ -313,7 +313,7 @@ def pack_trees(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def state_inputs() -> Inputs:
-    """Return the state of slots that run, with two stop tokens each."""
+    """Return the state of running slots, with two stop tokens each."""
     state = sd.make_slot_state(B, 40, 2, like=torch.empty(0))
     state.stop_tokens.copy_(ints(0, VOCAB, B, 2))
     for tensor in (state.seq_lens, state.remaining, state.top_k, state.stops_from, state.num_logprobs, state.max_nodes):
@@ -344,7 +344,7 @@ def apply_commands_inputs() -> Inputs:
 
 
 def rings(t: Inputs) -> Rings:
-    """Of the tensors there are; those of the other op are not read."""
+    """Return rings of the given tensors; the op does not read those of the other op."""
     names = ("commands", "results", "num_applied", "num_published", "started_at")
     like = t["seq_lens"]
     tensors = {name: t.get(name, like) for name in names}
@@ -379,7 +379,7 @@ def publish_results(t: Inputs, **stream: Any) -> Iterable[Tensor]:
     accepted, state = struct(sd.Accepted, t), struct(sd.SlotState, t)
     compared = {name: t[name] for name in ("level_limits", "node_scores", "cuts")}
     rings(t).publish_results(accepted, t["num_nodes"], state, **compared, **stream)
-    return [t["results"][:, :2], t["results"][:, 6:], t["num_published"]]  # without the times
+    return [t["results"][:, :2], t["results"][:, 6:], t["num_published"]]  # without the timestamps
 
 
 CASES = {
@@ -603,21 +603,21 @@ def assert_right(op: str, got: Iterable[Tensor], seed: int) -> None:
         torch.testing.assert_close(g.cpu(), want, rtol=1e-5 if want.is_floating_point() else 0, atol=1e-5)
 
 
-def test_no_op_is_missing() -> None:
+def test_cases_cover_every_op() -> None:
     assert list(CASES) == [*(op for op in public_ops() if native_halves(op)), "apply_commands", "publish_results"]
 
 
 @every_op
-def test_seeds_differ_in_what_is_written(op: str) -> None:
-    """Else a replay that ignored its changed inputs would pass."""
+def test_cases_of_different_seeds_write_different_results(op: str) -> None:
+    """Otherwise a replay that ignored its changed inputs would pass."""
     assert any(not torch.equal(a, b) for a, b in zip(right(op, 0), right(op, 1), strict=True))
 
 
 @needs_cuda
 @every_op
 @pytest.mark.parametrize("named", [False, True], ids=["current-stream", "stream-keyword"])
-def test_runs_in_order_on_any_stream(op: str, named: bool) -> None:
-    """The inputs arrive late on a side stream: an op on any other stream would work on those of seed 0."""
+def test_op_runs_in_stream_order(op: str, named: bool) -> None:
+    """Inputs arrive late on a side stream: an op on any other stream would read those of seed 0."""
     buffers = {name: tensor.cuda() for name, tensor in seeded(op, 0).items()}
     late = {name: tensor.cuda() for name, tensor in seeded(op, 1).items()}
     torch.cuda.synchronize()
@@ -628,7 +628,7 @@ def test_runs_in_order_on_any_stream(op: str, named: bool) -> None:
         if not named:
             got = [tensor.clone() for tensor in CASES[op].call(buffers)]
     if named:
-        torch.cuda._sleep(100_000_000)  # whatever an op did on the current stream would come behind its kernel
+        torch.cuda._sleep(100_000_000)  # work on the current stream would run after this kernel
         got = list(CASES[op].call(buffers, stream=side.cuda_stream))
     side.synchronize()
     assert_right(op, got, seed=1)
@@ -636,7 +636,7 @@ def test_runs_in_order_on_any_stream(op: str, named: bool) -> None:
 
 @needs_cuda
 @every_op
-def test_replays_in_a_graph_with_changed_inputs(op: str) -> None:
+def test_op_graph_replay_reads_changed_inputs(op: str) -> None:
     buffers = {name: tensor.cuda() for name, tensor in seeded(op, 0).items()}
     CASES[op].call(buffers)  # loads the kernel
     torch.cuda.synchronize()

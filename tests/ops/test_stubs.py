@@ -21,7 +21,7 @@ every_op = pytest.mark.parametrize("op", public_ops())
 
 
 def names_in_stub() -> set[str]:
-    """Functions, classes and attributes that _C.pyi declares; not its imports and type aliases."""
+    """Return functions, classes and attributes that _C.pyi declares; not its imports and type aliases."""
     names = {node.name for node in STUB.body if isinstance(node, ast.FunctionDef)}
     names |= {node.name for node in stub_classes()}
     for node in STUB.body:
@@ -30,16 +30,16 @@ def names_in_stub() -> set[str]:
     return names
 
 
-def test_stub_lists_the_public_names_of_the_module() -> None:
+def test_stub_lists_public_names_of_module() -> None:
     assert names_in_stub() == {name for name in dir(_C) if not name.startswith("_")}
 
 
 def stub_classes() -> list[ast.ClassDef]:
-    """Classes of the module; a name with an underscore is a protocol that exists in the stub alone."""
+    """Return classes of the module; a class whose name starts with an underscore is a protocol of the stub alone."""
     return [node for node in STUB.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
 
-def test_stub_lists_the_public_members_of_every_class() -> None:
+def test_stub_lists_public_members_of_every_class() -> None:
     for node in stub_classes():
         declared = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
         declared |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
@@ -61,7 +61,7 @@ def test_all_is_sorted_and_importable() -> None:
 
 
 @every_op
-def test_docstring(op: str) -> None:
+def test_op_has_a_docstring(op: str) -> None:
     doc = inspect.getdoc(getattr(ops, op)) or ""
     returns = inspect.signature(getattr(ops, op)).return_annotation != "None"
     for section in ("Args:", "Returns:", "Raises:") if returns else ("Args:", "Raises:"):
@@ -69,14 +69,14 @@ def test_docstring(op: str) -> None:
 
 
 @every_op
-def test_every_argument_is_documented(op: str) -> None:
+def test_op_documents_every_argument(op: str) -> None:
     doc = inspect.getdoc(getattr(ops, op)) or ""
     for name in inspect.signature(getattr(ops, op)).parameters:
         assert f"\n    {name}: " in doc, f"{op} does not say what {name} is"
 
 
 @every_op
-def test_stream_is_the_last_keyword(op: str) -> None:
+def test_op_has_stream_as_last_keyword(op: str) -> None:
     if not native_halves(op):
         pytest.skip("Python only")
     *_, last = inspect.signature(getattr(ops, op)).parameters.values()
@@ -85,7 +85,7 @@ def test_stream_is_the_last_keyword(op: str) -> None:
 
 @every_op
 def test_op_has_its_name_in_csrc_and_tests(op: str) -> None:
-    """Its own header, or that of the op it belongs to, declares it, beside a CPU and a CUDA half."""
+    """The op's own header, or that of the op it belongs to, declares its CPU and CUDA halves."""
     if not native_halves(op):
         pytest.skip("Python only")
     (header,) = [path for path in (ROOT / "csrc").rglob("*.h") if f"void {op}(CallStream " in path.read_text()]
@@ -98,7 +98,7 @@ COMPAT = Path(specdec_kernels.__file__).parent / "compat"
 
 
 def compat_ops() -> set[str]:
-    """Functions of compat/ that call the compiled one of the same name."""
+    """Return functions of compat/ that call the compiled one of the same name."""
     functions = [
         node
         for path in COMPAT.rglob("*.py")
@@ -108,7 +108,7 @@ def compat_ops() -> set[str]:
     return {node.name for node in functions if f"_C.{node.name}(" in ast.unparse(node)}
 
 
-def test_compat_ops_have_their_names_in_csrc_and_tests() -> None:
+def test_compat_op_has_its_name_in_csrc_and_tests() -> None:
     assert compat_ops()
     headers = [path.read_text() for path in (ROOT / "csrc" / "compat").glob("*.h")]
     tests = [path.read_text() for path in (ROOT / "tests" / "compat").glob("test_*.py")]
@@ -117,17 +117,17 @@ def test_compat_ops_have_their_names_in_csrc_and_tests() -> None:
         assert any(f"{op}(" in text for text in tests), op
 
 
-# What passes records between host and device: the engine's, not the callers'.
+# Ops that pass records between host and device: private to the engine.
 RING_OPS = ("apply_commands", "publish_results")
 
 
-def test_the_rings_ops_are_private() -> None:
+def test_ring_ops_are_private() -> None:
     assert not {*RING_OPS} & {*public_ops(), *specdec_kernels.__all__}
     for op in RING_OPS:
         assert f"void {op}(CallStream " in (ROOT / "csrc" / "round" / f"{op}.h").read_text()
 
 
-def test_every_compiled_function_is_an_op_its_workspace_its_plan_a_timing_aid_or_of_the_rings() -> None:
+def test_compiled_functions_all_have_a_known_purpose() -> None:
     functions = {node.name for node in STUB.body if isinstance(node, ast.FunctionDef)}
     ops_and_sizes = {name for name in functions if not name.startswith("noop")} - compat_ops()
     ops_and_sizes -= {
@@ -146,7 +146,7 @@ ROOMS = sorted({path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_is_a_namespace(room: str) -> None:
+def test_csrc_folder_is_a_namespace(room: str) -> None:
     sources = [path for path in (ROOT / "csrc" / room).rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu")]
     assert sources
     for path in sources:
@@ -154,7 +154,7 @@ def test_a_room_is_a_namespace(room: str) -> None:
         assert opened and all(f"{name}::".startswith(f"specdec::{room}::") for name in opened), path
 
 
-def test_stub_is_what_the_bindings_say() -> None:
+def test_stub_matches_bindings() -> None:
     pytest.importorskip("ruff")
     spec = importlib.util.spec_from_file_location("write_stub", ROOT / "packaging" / "write_stub.py")
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""The operators of torch_ops: traceable, with right fakes and schemas, and the same numbers as the plain ops."""
+"""The operators of torch_ops: traceable, with correct fakes and schemas, and results equal to the plain ops."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-def test_the_package_does_not_import_torch() -> None:
+def test_package_does_not_import_torch() -> None:
     code = "import sys, specdec_kernels; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_same_numbers_as_the_plain_op(device: torch.device) -> None:
+def test_torch_attention_equals_plain_op(device: torch.device) -> None:
     cache = make_cache([30, 5], [6, 6], page_size=4, device=device)
     cache.page_table[1, 0] = -1
     q = torch.randn(2, 4, 6, 64, device=device).transpose(1, 2)
@@ -42,7 +42,7 @@ def test_same_numbers_as_the_plain_op(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_compiles_without_a_graph_break(device: torch.device, backend: str) -> None:
+def test_torch_attention_compiles_without_graph_break(device: torch.device, backend: str) -> None:
     cache = make_cache([30, 5], [7, 7], page_size=4, device=device)
     status = torch.zeros(2, dtype=torch.int32, device=device)
     cache.page_table[0, 3] = -1
@@ -61,7 +61,7 @@ def test_attention_compiles_without_a_graph_break(device: torch.device, backend:
             assert status.tolist() == [4, 0]
 
 
-def test_attention_opcheck(device: torch.device) -> None:
+def test_torch_attention_passes_opcheck(device: torch.device) -> None:
     cache = make_cache([30, 5, 0], [6, 6, 6], page_size=4, device=device)
     q = torch.randn(3, 6, 4, 64, device=device)
     status = torch.zeros(3, dtype=torch.int32, device=device)
@@ -78,7 +78,7 @@ def test_attention_opcheck(device: torch.device) -> None:
     torch.library.opcheck(op.status, (q, *cache.tensors()), all_of_them | {"status": status})
 
 
-def test_attention_fake_has_the_shape_and_strides_of_the_output(device: torch.device) -> None:
+def test_torch_attention_fake_has_shape_and_strides_of_output(device: torch.device) -> None:
     cache = make_cache([30, 5], [6, 6], page_size=4, device=device)
     q = torch.randn(2, 4, 6, 64, device=device).transpose(1, 2)
     out = torch_ops.tree_attention(q, *cache.tensors())
@@ -88,7 +88,7 @@ def test_attention_fake_has_the_shape_and_strides_of_the_output(device: torch.de
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_that_writes_and_attends_compiles(device: torch.device, backend: str) -> None:
+def test_torch_write_and_attention_compile_together(device: torch.device, backend: str) -> None:
     rows = 5
     cache = make_cache([30, 6], [rows, rows], page_size=4, device=device)
     status = torch.zeros(2, dtype=torch.int32, device=device)
@@ -117,7 +117,7 @@ def test_a_layer_that_writes_and_attends_compiles(device: torch.device, backend:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own imports
 @pytest.mark.parametrize("with_status", [False, True])
-def test_inductor_accepts_the_operators(device: torch.device, with_status: bool) -> None:
+def test_torch_ops_compile_with_inductor(device: torch.device, with_status: bool) -> None:
     # Operators and views alone, so that nothing is left to generate and compile.
     cache = make_cache([30, 6], [5, 5], page_size=4, device=device)
     status = torch.zeros(2, dtype=torch.int32, device=device) if with_status else None
@@ -132,7 +132,7 @@ def test_inductor_accepts_the_operators(device: torch.device, with_status: bool)
         torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=0, atol=0)
 
 
-def test_write_kv_opcheck(device: torch.device) -> None:
+def test_torch_write_kv_passes_opcheck(device: torch.device) -> None:
     cache = make_cache([30, 5], [6, 6], page_size=4, device=device)
     cache.k_pool.nan_to_num_(), cache.v_pool.nan_to_num_(posinf=0)  # opcheck compares mutated arguments, NaN unequal
     k, v = torch.randn(2, 2, 6, 2, 64, device=device)
@@ -142,8 +142,8 @@ def test_write_kv_opcheck(device: torch.device) -> None:
         torch.library.opcheck(torch_ops.write_kv, (k, v, *cache.tensors()), arguments)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of the null pointer that the op is about to refuse
-def test_plain_op_refuses_fake_tensors() -> None:
+@pytest.mark.filterwarnings("ignore")  # torch warns of the null pointer that the op then refuses
+def test_plain_op_refuses_fake_tensors_naming_torch_ops() -> None:
     cache = make_cache([3], [1], page_size=4)
     mode = FakeTensorMode()
     q, *pools = (mode.from_tensor(x) for x in (torch.randn(1, 1, 4, 64), *cache.tensors()))
@@ -158,7 +158,7 @@ def neg_view(*shape: int) -> torch.Tensor:
     return view
 
 
-def test_lazy_views_are_refused() -> None:
+def test_torch_ops_refuse_lazy_views() -> None:
     cache = make_cache([3], [1], page_size=4)
     with pytest.raises(ValueError) as error:
         torch_ops.tree_attention(neg_view(1, 1, 4, 64), *cache.tensors())
@@ -177,7 +177,7 @@ def test_lazy_views_are_refused() -> None:
 
 
 def same(got: Any, want: Any) -> None:
-    """Equal, tuples and their types included."""
+    """Return whether two results are equal, including their tuples and types."""
     if isinstance(want, tuple):
         assert type(got) is type(want) and len(got) == len(want)
         for each, expected in zip(got, want, strict=True):
@@ -188,13 +188,13 @@ def same(got: Any, want: Any) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
-OF_FLOAT8 = {"moe_grouped_gemm"}  # which the check of a schema would multiply, and torch does not
-CLOCKED = {"apply_commands", "publish_results"}  # write what time it is
+OF_FLOAT8 = {"moe_grouped_gemm"}  # the schema check would multiply them, torch does not
+CLOCKED = {"apply_commands", "publish_results"}  # write timestamps
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("op", torch_ops.OPS)
-def test_every_op_compiles_whole_and_does_the_same(op: str, device: torch.device) -> None:
+def test_torch_op_compiled_equals_plain_op(op: str, device: torch.device) -> None:
     compiled = torch.compile(
         lambda *args, **options: getattr(torch_ops, op)(*args, **options), fullgraph=True, backend="aot_eager"
     )
@@ -210,7 +210,7 @@ def test_every_op_compiles_whole_and_does_the_same(op: str, device: torch.device
 
 
 @pytest.mark.parametrize("op", torch_ops.OPS)
-def test_every_op_passes_opcheck(op: str, device: torch.device) -> None:
+def test_torch_op_passes_opcheck(op: str, device: torch.device) -> None:
     for arguments, options in calls(op, device):
         operators = getattr(torch.ops.specdec, op)
         (split,) = {"status", "residual"} & set(operators.overloads()) or {"default"}
@@ -230,13 +230,13 @@ def test_every_op_passes_opcheck(op: str, device: torch.device) -> None:
         torch.library.opcheck(overload, tuple(flat), named, test_utils=checks)
 
 
-def test_every_op_is_there() -> None:
+def test_torch_ops_cover_every_op() -> None:
     assert set(torch_ops.OPS) == set(public_ops()) - {
         "make_calibration", "make_logit_edits", "make_page_pool", "make_slot_state", "tree_attention_plan", "tree_attention_workspace", "verify_tree_workspace"
     }  # fmt: skip
 
 
-def test_lazy_views_are_refused_inside_tuples() -> None:
+def test_torch_ops_refuse_lazy_views_inside_tuples() -> None:
     pool = sd.make_page_pool(4, 1, 2, 4, like=torch.zeros(1))
     with pytest.raises(ValueError, match="alloc_pages: seq_lens is a conj view"):
         torch_ops.alloc_pages(pool, torch.zeros(1, dtype=torch.complex64).conj(), 1)

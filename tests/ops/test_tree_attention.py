@@ -15,10 +15,10 @@ from specdec_kernels.reference import attention as reference
 from support.attention_cases import NAN, Cache, make_cache, pack_bits, random_tree, random_trees
 from support.devices import HAS_CUDA, TOLERANCES
 
-# The log of a sum of exponentials carries the absolute error of a score: a float32 dot product of up to 256 terms, some
-# units of 2^-24 of scores up to about 10.
+# lse has the absolute error of a score: a float32 dot product of up to 256 terms, a few units of 2^-24 of scores up
+# to about 10.
 LSE_TOLERANCE = 2e-5
-# Values are of size 1. Of thousands of them the mean is small; the rounding of their float32 sum is not.
+# Values have magnitude 1. The mean of thousands of them is small; the rounding of their float32 sum is not.
 SUM_ERROR = 2**-22
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = torch.float8_e4m3fn
@@ -33,7 +33,7 @@ MACHINE = plan_here(torch.bfloat16).split(".")[0] if HAS_CUDA else "cpu"  # "sm8
 
 
 def on_plans(*names: str) -> pytest.MarkDecorator:
-    """Parametrize a test over kernels: `plan` is each name, where this GPU runs it, and once None, on the CPU."""
+    """Parametrize a test over kernels: once on the CPU (`plan` is None), and each named plan where this GPU runs it."""
     plans = [
         pytest.param(
             torch.device("cuda"), name, id=name, marks=pytest.mark.skipif(name[:4] != MACHINE, reason="other GPU")
@@ -44,12 +44,12 @@ def on_plans(*names: str) -> pytest.MarkDecorator:
 
 
 def kernels() -> list[str]:
-    """Every compiled kernel with tensor cores, as `sm90.wgmma.64.occupancy2.d128` or `sm80.mma.16.d64.fp8`."""
+    """Return every compiled kernel with tensor cores, as `sm90.wgmma.64.occupancy2.d128` or `sm80.mma.16.d64.fp8`."""
     return [variant for variant in _C.attention_variants() if variant != "plain"]
 
 
 def plan_of_kernel(variant: str) -> tuple[str, int, torch.dtype]:
-    """Return a plan that runs it, the head dimension, and the dtype of pools."""
+    """Return a plan that runs the kernel, the head dimension, and the dtype of pools."""
     name, _, rest = variant.rpartition(".d")
     head_dim, _, fp8 = rest.partition(".")
     return name.replace(".sharing", ".sharing2"), int(head_dim), FP8 if fp8 else torch.bfloat16
@@ -68,7 +68,7 @@ def on_cpu(x: object) -> object:
 
 
 def soft_cap_error(dtype: torch.dtype, soft_cap: object) -> float:
-    """Of a score, and so of its weight's logarithm: some units of the cap; on tensor cores, tanh is good to 2^-11."""
+    """Bound the error of a capped score, and so of its weight's logarithm; on tensor cores, tanh is good to 2^-11."""
     if soft_cap is None:
         return 0.0
     assert isinstance(soft_cap, float)
@@ -76,7 +76,7 @@ def soft_cap_error(dtype: torch.dtype, soft_cap: object) -> float:
 
 
 def check(q: torch.Tensor, cache: Cache, *, out: torch.Tensor | None = None, **arguments: object) -> torch.Tensor:
-    """Run the op over poisoned outputs, compares out, lse and status with the reference, and returns status."""
+    """Run the op over poisoned outputs, compare out, lse and status with the reference, and return status."""
     arguments = {k: v.to(q.device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     out = torch.empty_like(q) if out is None else out
     out.fill_(NAN)
@@ -102,7 +102,9 @@ def check(q: torch.Tensor, cache: Cache, *, out: torch.Tensor | None = None, **a
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(3, 3), (4, 2), (8, 2), (5, 1), (14, 2), (8, 1)])
-def test_tree_over_prefix(device: torch.device, dtype: torch.dtype, head_dim: int, q_heads: int, kv_heads: int) -> None:
+def test_tree_attention_of_trees_over_prefixes(
+    device: torch.device, dtype: torch.dtype, head_dim: int, q_heads: int, kv_heads: int
+) -> None:
     cache = make_cache(
         [65, 0, 130], [7] * 3, page_size=16, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, device=device
     )
@@ -112,7 +114,7 @@ def test_tree_over_prefix(device: torch.device, dtype: torch.dtype, head_dim: in
 @all_paths
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize("prefix", [0, 1, 63, 64, 65, 500])
-def test_prefix_and_page_sizes(
+def test_tree_attention_of_prefix_and_page_sizes(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, page_size: int, prefix: int
 ) -> None:
     cache = make_cache([prefix], [5], page_size=page_size, dtype=pools, device=device)
@@ -124,7 +126,7 @@ def test_prefix_and_page_sizes(
 @pytest.mark.parametrize("tail", [1, 2, 31, 63, 64, 65, 127, 129, 200])
 @pytest.mark.parametrize("prefix", [0, 37, 64])
 @all_paths
-def test_tails_of_several_mask_words(
+def test_tree_attention_of_tails_of_several_mask_words(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, tail: int, prefix: int
 ) -> None:
     cache = make_cache([prefix], [tail], page_size=16, dtype=pools, device=device)
@@ -132,8 +134,8 @@ def test_tails_of_several_mask_words(
 
 
 @all_paths
-def test_random_bits_of_any_pattern(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
-    # Also rows that see no tail node, and, behind an empty prefix, rows that see nothing at all.
+def test_tree_attention_of_random_masks(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+    # Also rows that see no tail node, and, with an empty prefix, rows that see nothing at all.
     cache = make_cache([70, 0], [100, 100], page_size=3, dtype=pools, device=device)
     visible = torch.rand(2, 100, 100) < 0.3
     visible[:, 10:20] = False
@@ -142,7 +144,9 @@ def test_random_bits_of_any_pattern(device: torch.device, dtype: torch.dtype, po
 
 @all_paths
 @pytest.mark.parametrize("rows", [1, 2, 40, 150])
-def test_causal_chain(device: torch.device, dtype: torch.dtype, pools: torch.dtype, rows: int) -> None:
+def test_tree_attention_of_causal_chains(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype, rows: int
+) -> None:
     cache = make_cache([29, 0], [rows] * 2, page_size=16, dtype=pools, device=device)
     check(torch.randn(2, rows, 4, 64, device=device).to(dtype), cache)
 
@@ -151,10 +155,10 @@ def test_causal_chain(device: torch.device, dtype: torch.dtype, pools: torch.dty
 @pytest.mark.parametrize("window", [None, 90, 700])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_chunk_of_a_prompt(
+def test_tree_attention_of_prompt_chunks(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, kv_heads: int, page_size: int, window: int | None
 ) -> None:
-    """Long chains, which see most of one another, so that few KV tiles have a look at who sees what."""
+    """In long chains, rows see almost all earlier rows, so few KV tiles need the mask."""
     rows = [601, 40, 1]
     cache = make_cache([300, 0, 77], rows, page_size=page_size, kv_heads=kv_heads, dtype=pools, device=device)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32)
@@ -162,18 +166,20 @@ def test_chunk_of_a_prompt(
 
 
 @all_paths
-def test_draft_decoding_tail_is_longer_than_q(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
-    # k frontier rows over every node drafted so far.
+def test_tree_attention_of_tails_longer_than_q(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+    # Drafting: k frontier rows over every node drafted so far.
     k, steps = 10, 7
     cache = make_cache([90, 13, 0], [k * steps] * 3, page_size=16, dtype=pools, device=device)
     q = torch.randn(3, k, 4, 64, device=device).to(dtype)
     check(q, cache, tail_len=k * steps, mask=random_trees(3, k * steps)[:, -k:].contiguous())
-    check(q, cache, tail_len=k * steps)  # a chain whose first rows are already in the tail
+    check(q, cache, tail_len=k * steps)  # a chain whose first rows are in the tail already
 
 
 @all_paths
 @pytest.mark.parametrize("window", [None, 3])
-def test_tail_shorter_than_q(device: torch.device, dtype: torch.dtype, pools: torch.dtype, window: int | None) -> None:
+def test_tree_attention_of_tails_shorter_than_q(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype, window: int | None
+) -> None:
     # Under the causal rule the first three rows are before the whole tail.
     q = torch.randn(2, 8, 4, 64, device=device).to(dtype)
     check(q, make_cache([0, 70], [5, 5], page_size=3, dtype=pools, device=device), tail_len=5, window=window)
@@ -187,8 +193,8 @@ def test_tail_shorter_than_q(device: torch.device, dtype: torch.dtype, pools: to
     ids=str,
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_few_requests(device: torch.device, head_dim: int, prefixes: list[int], rows: int) -> None:
-    """As many row tiles and parts of the KV as there are, some of them empty, or less than a tile."""
+def test_tree_attention_of_few_requests(device: torch.device, head_dim: int, prefixes: list[int], rows: int) -> None:
+    """Splits of the KV and row tiles that are empty, partial, or as many as possible."""
     batch = len(prefixes)
     cache = make_cache(prefixes, [rows] * batch, page_size=16, head_dim=head_dim, dtype=torch.bfloat16, device=device)
     q = torch.randn(batch, rows, 8, head_dim, device=device).bfloat16()
@@ -202,10 +208,10 @@ def test_few_requests(device: torch.device, head_dim: int, prefixes: list[int], 
 @all_paths
 @pytest.mark.parametrize(("batch", "rows"), [(11, 1), (16, 7), (16, 40), (20, 3), (33, 17), (64, 5), (70, 2)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_whole_groups(
+def test_tree_attention_of_unsplit_short_kv(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, head_dim: int, batch: int, rows: int
 ) -> None:
-    """A request and KV head or more for half of an H200's blocks, as many, and more, of short KV: nothing is cut."""
+    """(Request, KV head) pairs for half of an H200's blocks and more: short KV is not split."""
     prefixes = [37 * b % 151 if b % 5 else 0 for b in range(batch)]
     cache = make_cache(
         prefixes, [rows] * batch, page_size=16, kv_heads=8, head_dim=head_dim, dtype=pools, device=device
@@ -218,9 +224,11 @@ def test_whole_groups(
 
 
 @all_paths
-def test_padded_rows_give_zeros(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+def test_tree_attention_of_padding_rows_gives_zeros(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype
+) -> None:
     q_lens = torch.tensor([3, 0, 9], dtype=torch.int32)
-    # No KV behind the valid rows.
+    # No KV after the valid rows.
     cache = make_cache([65, 65, 2], [3, 0, 9], page_size=16, dtype=pools, device=device)
     q = torch.randn(3, 9, 4, 64, device=device).to(dtype)
     q[0, 3:] = NAN
@@ -230,11 +238,11 @@ def test_padded_rows_give_zeros(device: torch.device, dtype: torch.dtype, pools:
 
 
 @all_paths
-def test_packed_rows(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+def test_tree_attention_of_packed_rows(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     lengths = [5, 0, 1, 40, 17]
     ends = torch.tensor([0, 5, 5, 6, 46, 63], dtype=torch.int32)
     cache = make_cache([30, 64, 0, 100, 129], lengths, page_size=16, dtype=pools, device=device)
-    q = torch.randn(70, 4, 64, device=device).to(dtype)  # 7 rows behind the last request
+    q = torch.randn(70, 4, 64, device=device).to(dtype)  # 7 rows after the last request
     check(q, cache, cu_seqlens_q=ends)
     words = torch.zeros(70, 1, dtype=torch.int64)
     for begin, length in zip(ends.tolist(), lengths, strict=False):
@@ -245,14 +253,16 @@ def test_packed_rows(device: torch.device, dtype: torch.dtype, pools: torch.dtyp
 
 
 @all_paths
-def test_packed_rows_with_a_given_tail(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+def test_tree_attention_of_packed_rows_with_given_tail(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype
+) -> None:
     ends = torch.tensor([0, 4, 7], dtype=torch.int32)
     cache = make_cache([30, 10], [12, 12], page_size=16, dtype=pools, device=device)
     check(torch.randn(7, 4, 64, device=device).to(dtype), cache, cu_seqlens_q=ends, tail_len=12)
 
 
 @all_paths
-def test_more_packed_requests_than_a_warp_has_lanes(
+def test_tree_attention_of_more_packed_requests_than_warp_lanes(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype
 ) -> None:
     lengths = [i % 4 for i in range(67)]
@@ -262,7 +272,9 @@ def test_more_packed_requests_than_a_warp_has_lanes(
 
 
 @all_paths
-def test_packed_malformed_lengths_stay_in_bounds(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+def test_tree_attention_of_malformed_packed_lengths_stays_in_bounds(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype
+) -> None:
     cache = make_cache([5, 5, 5], [8, 8, 8], page_size=4, dtype=pools, device=device)
     q = torch.randn(8, 2, 64, device=device).to(dtype)
     status = torch.zeros(3, dtype=torch.int32, device=device)
@@ -272,7 +284,9 @@ def test_packed_malformed_lengths_stay_in_bounds(device: torch.device, dtype: to
 
 
 @all_paths
-def test_strided_q_out_and_unaligned_pools(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+def test_tree_attention_of_strided_q_and_out_and_unaligned_pools(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype
+) -> None:
     cache = make_cache([70, 3], [6, 6], page_size=4, dtype=pools, device=device)
 
     def unaligned(pool: torch.Tensor) -> torch.Tensor:
@@ -291,8 +305,10 @@ def test_strided_q_out_and_unaligned_pools(device: torch.device, dtype: torch.dt
 
 
 @all_paths
-def test_unseen_rows_may_hold_nan(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
-    # Node 2 holds NaN and nobody sees it, in this tile and with a weight of 0.
+def test_tree_attention_ignores_nan_in_unseen_rows(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype
+) -> None:
+    # Node 2 holds NaN in a tile that is read, but no row sees it: its weight is 0.
     cache = make_cache([61], [6], page_size=64, dtype=pools, device=device)
     page = int(cache.page_table[0, 0])
     cache.k_pool[page, 63] = NAN
@@ -301,11 +317,11 @@ def test_unseen_rows_may_hold_nan(device: torch.device, dtype: torch.dtype, pool
     visible[..., 2] = False
     q = torch.randn(1, 6, 4, 64, device=device).to(dtype)
     check(q, cache, mask=pack_bits(visible))
-    check(q[:, :2], cache, window=2)  # nor behind a window
+    check(q[:, :2], cache, window=2)  # nor a row before the window
     cache.k_pool[page, :59] = NAN
     cache.v_pool[page, :59] = NAN
     check(q[:, :2], cache, window=3)
-    # Node 4 sees it: on tensor cores that may reach other rows of the request.
+    # Node 4 sees it: on tensor cores, NaN may spread to other rows of the request.
     cache = make_cache([61, 61], [6, 6], page_size=64, dtype=pools, device=device)
     cache.k_pool[int(cache.page_table[0, 0]), 63] = NAN
     cache.v_pool[int(cache.page_table[0, 0]), 63] = NAN
@@ -317,7 +333,7 @@ def test_unseen_rows_may_hold_nan(device: torch.device, dtype: torch.dtype, pool
         assert holds_nan[0] == [False] * 4 + [True] + [False] and not out[0, [0, 1, 2, 3, 5]].isnan().any()
 
 
-def test_empty_slots_and_slot_order(device: torch.device) -> None:
+def test_tree_attention_of_empty_and_permuted_slots(device: torch.device) -> None:
     cache = make_cache([5, 70, 64], [4] * 3, page_size=16, device=device)
     q = torch.randn(5, 4, 4, 64, device=device)
     for slots in ([2, -1, 0, 3, 1], [-1] * 5, [2**31 - 1, -(2**31), 1, 1, 1]):
@@ -325,16 +341,16 @@ def test_empty_slots_and_slot_order(device: torch.device) -> None:
         assert (status == 0).all()
 
 
-def test_bad_pages_are_invisible_and_reported(device: torch.device) -> None:
+def test_tree_attention_masks_and_reports_bad_pages(device: torch.device) -> None:
     cache = make_cache([70, 70, 3, 70], [4] * 4, page_size=16, device=device)
     cache.page_table[0, 2] = -1
     cache.page_table[1, 4] = len(cache.k_pool)  # tail rows
-    cache.page_table[2, 0] = 2**31 - 1  # all it has
+    cache.page_table[2, 0] = 2**31 - 1  # all of the request's rows
     status = check(torch.randn(4, 4, 4, 64, device=device), cache, mask=random_trees(4, 4))
     assert status.tolist() == [4, 4, 4, 0]
 
 
-def test_bad_lengths_are_clamped_and_reported(device: torch.device) -> None:
+def test_tree_attention_clamps_and_reports_bad_lengths(device: torch.device) -> None:
     cache = make_cache([48] * 4, [0] * 4, page_size=16, device=device)
     cache.page_table = cache.page_table[:, :3].contiguous()
     cache.prefix_lens = torch.tensor([-7, 43, 46, 2**31 - 1], dtype=torch.int32, device=device)
@@ -343,7 +359,7 @@ def test_bad_lengths_are_clamped_and_reported(device: torch.device) -> None:
     assert check(q, cache, mask=random_trees(4, 5)).tolist() == [8, 0, 8, 8]
 
 
-def test_status_bits_are_added(device: torch.device) -> None:
+def test_tree_attention_adds_status_bits(device: torch.device) -> None:
     cache = make_cache([3], [1], page_size=4, device=device)
     cache.page_table[0, 0] = -1
     status = torch.tensor([2], dtype=torch.int32, device=device)
@@ -351,8 +367,8 @@ def test_status_bits_are_added(device: torch.device) -> None:
     assert status.tolist() == [6]
 
 
-def test_stalled_slots_are_empty(device: torch.device) -> None:
-    """Their pages are missing, which is no news."""
+def test_tree_attention_treats_stalled_slots_as_empty(device: torch.device) -> None:
+    """Their missing pages are not reported again."""
     cache = make_cache([5, 7], [3, 3], page_size=4, device=device)
     q = torch.randn(2, 3, 2, 64, device=device)
     want = sd.tree_attention(q, *cache.tensors())
@@ -365,7 +381,7 @@ def test_stalled_slots_are_empty(device: torch.device) -> None:
 
 @all_paths
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_rows_do_not_depend_on_the_batch(
+def test_tree_attention_rows_do_not_depend_on_batch(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, packed: bool
 ) -> None:
     lengths = [9, 1, 30, 9, 17] if packed else [9] * 5
@@ -393,7 +409,7 @@ def test_rows_do_not_depend_on_the_batch(
 
 @all_paths
 @pytest.mark.parametrize("window", [None, 70])
-def test_rows_do_not_depend_on_their_neighbours(
+def test_tree_attention_rows_do_not_depend_on_chunking(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, window: int | None
 ) -> None:
     # A chain in one call, in two chunks, and row by row.
@@ -410,8 +426,10 @@ def test_rows_do_not_depend_on_their_neighbours(
 
 @all_paths
 @pytest.mark.parametrize("fixed_split", [None, 128, 1024])
-def test_long_prefixes(device: torch.device, dtype: torch.dtype, pools: torch.dtype, fixed_split: int | None) -> None:
-    # On a GPU their KV is cut into parts and merged.
+def test_tree_attention_of_long_prefixes(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype, fixed_split: int | None
+) -> None:
+    # On a GPU the KV is split and merged.
     cache = make_cache([5000, 0, 2333, 64], [7] * 4, page_size=16, head_dim=128, dtype=pools, device=device)
     q = torch.randn(4, 7, 8, 128, device=device).to(dtype)
     check(q, cache, mask=random_trees(4, 7), fixed_split=fixed_split)
@@ -428,10 +446,10 @@ def test_long_prefixes(device: torch.device, dtype: torch.dtype, pools: torch.dt
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 @pytest.mark.parametrize(("pools", "head_dim"), [(torch.bfloat16, 128), (torch.bfloat16, 64), (FP8, 128)], ids=str)
-def test_long_kv_of_one_request(
+def test_tree_attention_of_one_long_request(
     device: torch.device, plan: str | None, pools: torch.dtype, head_dim: int, rows: int, kv_heads: int
 ) -> None:
-    """On a GPU some clusters share each KV head, where the request is long."""
+    """On a GPU, several clusters share each KV head of a long request."""
     lens = [9001] if device.type == "cuda" else [900]
     cache = make_cache(lens, [rows], page_size=16, kv_heads=kv_heads, head_dim=head_dim, dtype=pools, device=device)
     q = torch.randn(1, rows, 4 * kv_heads, head_dim, device=device).bfloat16()
@@ -450,8 +468,8 @@ def test_long_kv_of_one_request(
 
 @on_plans("sm90.cluster.16.sharing2", "sm90.cluster.16.sharing8", "sm90.cluster.64", "sm90.wgmma.64")
 @pytest.mark.parametrize("rows", [2, 6])
-def test_long_kv_of_packed_requests(device: torch.device, plan: str | None, rows: int) -> None:
-    """One of them has more row tiles than clusters were made for, another none."""
+def test_tree_attention_of_long_packed_requests(device: torch.device, plan: str | None, rows: int) -> None:
+    """One request has more row tiles than the clusters provide for, another has none."""
     lens = [9001, 70, 8000] if device.type == "cuda" else [901, 70, 800]
     cache = make_cache(
         lens, [3 * rows] * 3, page_size=16, kv_heads=1, head_dim=128, dtype=torch.bfloat16, device=device
@@ -462,7 +480,7 @@ def test_long_kv_of_packed_requests(device: torch.device, plan: str | None, rows
 
 
 @all_paths
-def test_equal_calls_give_equal_bits(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+def test_tree_attention_is_deterministic(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
     cache = make_cache([3000, 10, 700], [20] * 3, page_size=64, head_dim=128, dtype=pools, device=device)
     q, mask = torch.randn(3, 20, 8, 128, device=device).to(dtype), random_trees(3, 20).to(device)
     first = sd.tree_attention(q, *cache.tensors(), mask=mask)
@@ -472,7 +490,7 @@ def test_equal_calls_give_equal_bits(device: torch.device, dtype: torch.dtype, p
 
 @all_paths
 @pytest.mark.parametrize("window", [1, 2, 5, 64, 65, 200, 10_000])
-def test_window(device: torch.device, dtype: torch.dtype, pools: torch.dtype, window: int) -> None:
+def test_tree_attention_with_window(device: torch.device, dtype: torch.dtype, pools: torch.dtype, window: int) -> None:
     cache = make_cache([150, 0, 64], [9] * 3, page_size=16, dtype=pools, device=device)
     q = torch.randn(3, 9, 4, 64, device=device).to(dtype)
     check(q, cache, window=window)
@@ -484,16 +502,18 @@ def test_window(device: torch.device, dtype: torch.dtype, pools: torch.dtype, wi
 
 @pytest.mark.parametrize("window", [1, 3, 40, 70, 130, 220])
 @pytest.mark.parametrize("prefix", [0, 37, 64])
-def test_window_over_several_mask_words(device: torch.device, window: int, prefix: int) -> None:
-    # The oldest rows of a path are left out, in whichever word their bits are.
+def test_tree_attention_with_window_over_several_mask_words(device: torch.device, window: int, prefix: int) -> None:
+    # The window excludes the oldest rows of a path, whichever mask word has their bits.
     cache = make_cache([prefix], [200], page_size=16, device=device)
     visible = (torch.rand(1, 200, 200) < 0.6) | torch.eye(200, dtype=torch.bool)
     check(torch.randn(1, 200, 2, 64, device=device), cache, window=window, mask=pack_bits(visible))
 
 
 @all_paths
-def test_pages_before_every_window_are_not_needed(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
-    # As an engine frees them: rows 0 to 2 * 16 - 1 have no pages, and the first row sees 42 to 91.
+def test_tree_attention_needs_no_pages_before_window(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype
+) -> None:
+    # As an engine frees pages: rows 0 to 2 * 16 - 1 have none, and the first row sees 42 to 91.
     cache = make_cache([91], [4], page_size=16, dtype=pools, device=device)
     cache.page_table[0, :2] = -1
     q = torch.randn(1, 4, 4, 64, device=device).to(dtype)
@@ -504,13 +524,13 @@ def test_pages_before_every_window_are_not_needed(device: torch.device, dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("soft_cap", [0.5, 3.0, 50.0])
-def test_soft_cap(device: torch.device, dtype: torch.dtype, soft_cap: float) -> None:
+def test_tree_attention_with_soft_cap(device: torch.device, dtype: torch.dtype, soft_cap: float) -> None:
     cache = make_cache([150, 0], [5] * 2, page_size=16, dtype=dtype, device=device)
     check(torch.randn(2, 5, 4, 64, device=device).to(dtype), cache, soft_cap=soft_cap, mask=random_trees(2, 5))
     check((torch.randn(2, 5, 4, 64, device=device)).to(dtype), cache, soft_cap=soft_cap, window=7, scale=0.3)
 
 
-def test_soft_cap_of_large_scores(device: torch.device) -> None:
+def test_tree_attention_with_soft_cap_of_large_scores(device: torch.device) -> None:
     cache = make_cache([100], [4], page_size=16, device=device)
     q = torch.randn(1, 4, 2, 64, device=device) * 1e4
     check(q, cache, soft_cap=20.0)
@@ -518,7 +538,7 @@ def test_soft_cap_of_large_scores(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_fp8_pools(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+def test_tree_attention_of_fp8_pools(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     cache = make_cache([65, 0, 1130], [7] * 3, page_size=16, head_dim=head_dim, dtype=FP8, device=device)
     q = torch.randn(3, 7, 8, head_dim, device=device).to(dtype)
     check(q, cache, mask=random_trees(3, 7))
@@ -527,8 +547,10 @@ def test_fp8_pools(device: torch.device, dtype: torch.dtype, head_dim: int) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "fixed_split"), [(1, None), (50, None), (100, None), (300, None), (3, 128)])
-def test_every_fp8_number(device: torch.device, dtype: torch.dtype, rows: int, fixed_split: int | None) -> None:
-    # One key whose weight is 1, so that its value comes out: all 256 patterns.
+def test_tree_attention_reads_every_fp8_value(
+    device: torch.device, dtype: torch.dtype, rows: int, fixed_split: int | None
+) -> None:
+    # One key of weight 1, so that the output is its value: all 256 bit patterns.
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(4, 1, 1, 64)
     table = torch.arange(4, dtype=torch.int32, device=device)[:, None]
     ones = torch.ones(4, dtype=torch.int32, device=device)
@@ -540,19 +562,19 @@ def test_every_fp8_number(device: torch.device, dtype: torch.dtype, rows: int, f
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_fp8_pools_and_q_of_any_size(device: torch.device, head_dim: int) -> None:
-    """Scores are what bfloat16 makes them, though 8-bit pools are multiplied as float16."""
+def test_tree_attention_of_fp8_pools_and_q_of_any_magnitude(device: torch.device, head_dim: int) -> None:
+    """Scores have the range of bfloat16, although FP8 pools are multiplied as float16."""
     cache = make_cache([200], [8], page_size=16, head_dim=head_dim, dtype=FP8, device=device)
     size = torch.tensor([1e-38, 1e-20, 1e-6, 0, 1, 1e3, 1e5, 1e6])[:, None, None]
     q = (torch.randn(1, 8, 4, head_dim) * size).bfloat16()
-    q[0, 4, :, :5] = torch.tensor([1e-30, 2e4, 1e-3, 1e-8, -3e-2])  # beside each other
+    q[0, 4, :, :5] = torch.tensor([1e-30, 2e4, 1e-3, 1e-8, -3e-2])  # in adjacent columns
     out = sd.tree_attention(q.to(device), *cache.tensors(), scale=1 / 128, k_scale=1 / 16)
     want, _, _ = reference.tree_attention(q, *map(on_cpu, cache.tensors()), scale=1 / 128, k_scale=1 / 16)
     torch.testing.assert_close(out.cpu().double(), want, rtol=0, atol=TOLERANCES[q.dtype] * want.abs().max().item())
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q [R, D] over k, v [n, D]: exactly, and as FlashAttention computes it, with weights rounded to the dtype."""
+    """Return attention of q [R, D] over k, v [n, D]: exact, and with weights rounded as FlashAttention does."""
     weights = (q.double() @ k.double().T / q.shape[-1] ** 0.5).softmax(-1)
     rounded = (weights / weights.amax(-1, keepdim=True)).to(q.dtype).double()
     exact = weights / weights.amax(-1, keepdim=True)
@@ -561,7 +583,9 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [4, 64])
-def test_error_is_within_that_of_flash_attention(device: torch.device, dtype: torch.dtype, rows: int) -> None:
+def test_tree_attention_error_is_within_that_of_flash_attention(
+    device: torch.device, dtype: torch.dtype, rows: int
+) -> None:
     cache = make_cache([2000], [0], page_size=1, kv_heads=1, head_dim=128, dtype=dtype, device=device)
     q = torch.randn(1, rows, 4, 128, device=device).to(dtype)
     out = sd.tree_attention(q, *cache.tensors(), tail_len=0)
@@ -572,8 +596,8 @@ def test_error_is_within_that_of_flash_attention(device: torch.device, dtype: to
 
 
 @pytest.mark.parametrize("seed", range(60 if HAS_CUDA else 16))
-def test_sweep(device: torch.device, seed: int) -> None:
-    """Everything at once, drawn at random."""
+def test_tree_attention_of_random_shapes_and_options(device: torch.device, seed: int) -> None:
+    """Draw all shapes and options at random."""
     draw = random.Random(seed)
     dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
     head_dim, group, kv_heads = draw.choice([64, 128, 256]), draw.choice([1, 2, 4, 5, 7, 8]), draw.choice([1, 2, 3, 20])
@@ -613,8 +637,8 @@ def test_sweep(device: torch.device, seed: int) -> None:
     check(torch.randn(*shape, group * kv_heads, head_dim, device=device).to(dtype), cache, **arguments)
 
 
-def test_workspace(device: torch.device) -> None:
-    # With head_dim 256, since few requests with less may need none.
+def test_tree_attention_workspace_size_and_reuse(device: torch.device) -> None:
+    # head_dim is 256, since a few smaller requests may need no workspace.
     cache = make_cache([900, 3000], [9] * 2, page_size=16, head_dim=256, dtype=torch.bfloat16, device=device)
     q = torch.randn(2, 9, 8, 256, device=device).bfloat16()
     want = sd.tree_attention(q, *cache.tensors())
@@ -630,7 +654,7 @@ def test_workspace(device: torch.device) -> None:
     ends = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
     assert sd.tree_attention_workspace(q.flatten(0, 1), cache.k_pool, cache.page_table, cu_seqlens_q=ends) > 0
     workspace = torch.full((size // 4,), NAN, device=device)
-    for dtype in (torch.float32, torch.uint8, torch.int64):  # only its bytes count
+    for dtype in (torch.float32, torch.uint8, torch.int64):  # only its size in bytes counts
         of_dtype = workspace.view(dtype)
         assert torch.equal(sd.tree_attention(q, *cache.tensors(), workspace=of_dtype), want)
         assert torch.equal(sd.tree_attention(q, *cache.tensors(), workspace=of_dtype), want)  # it needs no reset
@@ -644,8 +668,8 @@ def test_workspace(device: torch.device) -> None:
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 @pytest.mark.parametrize(("fixed_split", "head_dim"), [(None, 128), (None, 256), (128, 128)])
-def test_calls_share_a_workspace_that_holds_anything(fixed_split: int | None, head_dim: int) -> None:
-    """Uneven requests, whose KV is cut between them, in turn with others that use the same memory otherwise."""
+def test_tree_attention_workspace_may_hold_garbage(fixed_split: int | None, head_dim: int) -> None:
+    """Uneven requests with split KV alternate with calls that lay out the same memory differently."""
     calls = []
     for prefixes, rows, heads in (([5000, 100], 9, 8), ([77, 3000, 1200], 40, 16), ([9000], 1, 4)):
         cache = make_cache(
@@ -668,8 +692,8 @@ def test_calls_share_a_workspace_that_holds_anything(fixed_split: int | None, he
 
 @pytest.mark.skipif(MACHINE != "sm90", reason="no Hopper GPU here")
 @pytest.mark.parametrize("rows", [4, 16])
-def test_clusters_share_a_workspace_that_holds_anything(rows: int) -> None:
-    """And that other lengths and shapes have used in between."""
+def test_tree_attention_workspace_of_clusters_may_hold_garbage(rows: int) -> None:
+    """Calls of other lengths and shapes use the workspace in between."""
     cache = make_cache([9001], [rows], page_size=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
     plan = "sm90.cluster.16.sharing2"
     q = torch.randn(1, rows, 32, 128, device="cuda").bfloat16()
@@ -695,13 +719,13 @@ def test_clusters_share_a_workspace_that_holds_anything(rows: int) -> None:
                 assert torch.equal(sd.tree_attention(*few, workspace=workspace, plan=plan), want_few)
 
 
-def test_scale(device: torch.device) -> None:
+def test_tree_attention_with_scale(device: torch.device) -> None:
     cache = make_cache([40], [3], page_size=16, device=device)
     check(torch.randn(1, 3, 2, 64, device=device), cache, scale=0.37)
 
 
-def test_large_scores(device: torch.device) -> None:
-    # Differences far beyond the range of exp: one key takes all, nothing overflows.
+def test_tree_attention_of_large_scores(device: torch.device) -> None:
+    # Differences far beyond the range of exp: one key gets the whole weight, nothing overflows.
     cache = make_cache([100], [4], page_size=16, device=device)
     q = torch.randn(1, 4, 2, 64, device=device) * 100
     out = sd.tree_attention(q, *cache.tensors())
@@ -710,7 +734,7 @@ def test_large_scores(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(0, 4), (3, 0)])
-def test_empty_batch_and_no_rows(device: torch.device, batch: int, rows: int) -> None:
+def test_tree_attention_accepts_empty_batch_and_no_rows(device: torch.device, batch: int, rows: int) -> None:
     cache = make_cache([3] * 3, [4] * 3, page_size=16, device=device)
     q = torch.randn(batch, rows, 4, 64, device=device)
     assert sd.tree_attention(q, *cache.tensors(), mask=torch.zeros(batch, rows, 1, dtype=torch.int64, device=device)).shape == q.shape  # fmt: skip
@@ -720,7 +744,9 @@ def test_empty_batch_and_no_rows(device: torch.device, batch: int, rows: int) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
-def test_small(device: torch.device, dtype: torch.dtype, head_dim: int, fp8: bool) -> None:
+def test_tree_attention_matches_reference_on_small_inputs(
+    device: torch.device, dtype: torch.dtype, head_dim: int, fp8: bool
+) -> None:
     pools = FP8 if fp8 else dtype
     cache = make_cache([66, 0], [3, 3], page_size=3, head_dim=head_dim, dtype=pools, device=device)
     check(torch.randn(2, 3, 4, head_dim, device=device).to(dtype), cache, mask=random_trees(2, 3))
@@ -731,8 +757,8 @@ def test_small(device: torch.device, dtype: torch.dtype, head_dim: int, fp8: boo
 @pytest.mark.sanitize
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 @pytest.mark.parametrize("variant", kernels())
-def test_small_of_every_kernel(variant: str) -> None:
-    """A row tile and some rows more, behind several KV tiles, a page that is none, a window; what is split is merged."""
+def test_tree_attention_of_small_inputs_on_every_kernel(variant: str) -> None:
+    """A full and a partial row tile, several KV tiles, a missing page, a window, splits that are merged."""
     if not variant.startswith(MACHINE):
         pytest.skip("other GPU")
     plan, head_dim, pools = plan_of_kernel(variant)
@@ -759,8 +785,10 @@ def test_small_of_every_kernel(variant: str) -> None:
 @on_plans("sm90.wgmma.64", "sm90.wgmma.128", "sm80.mma.16", "sm80.mma.64")
 @pytest.mark.parametrize("page_size", [3, 32])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_small_page_sizes(device: torch.device, plan: str | None, page_size: int, head_dim: int) -> None:
-    """Prefixes of whole KV tiles, copied row by row and in boxes; more row tiles than walk KV in step."""
+def test_tree_attention_of_small_page_sizes(
+    device: torch.device, plan: str | None, page_size: int, head_dim: int
+) -> None:
+    """Prefixes of whole KV tiles, copied by rows and by TMA boxes; more row tiles than run in step."""
     rows, lens = 40, [400, 0, 256, 131]
     cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=torch.bfloat16, device=device)
     cache.page_table[2, 100 // page_size] = -1
@@ -783,8 +811,10 @@ def test_small_page_sizes(device: torch.device, plan: str | None, page_size: int
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("page_size", [3, 32])
 @pytest.mark.parametrize("rows", [4, 16])
-def test_small_fp8_tiles(device: torch.device, plan: str | None, rows: int, page_size: int, head_dim: int) -> None:
-    """8-bit pools in row tiles that are full and not."""
+def test_tree_attention_of_small_fp8_tiles(
+    device: torch.device, plan: str | None, rows: int, page_size: int, head_dim: int
+) -> None:
+    """FP8 pools, with full and partial row tiles."""
     cache = make_cache([400, 0, 256, 131], [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=FP8, device=device)
     q = torch.randn(4, rows, 8, head_dim, device=device).bfloat16()
     check(q, cache, mask=random_trees(4, rows), plan=plan)
@@ -795,8 +825,8 @@ def test_small_fp8_tiles(device: torch.device, plan: str | None, rows: int, page
 @pytest.mark.sanitize
 @on_plans("sm90.dequant_registers.16.whole.occupancy2.warpgroups1", "sm90.dequant_smem.64.whole", "sm80.mma.64.whole")
 @pytest.mark.parametrize("rows", [4, 8, 16])
-def test_small_fp8_of_many_requests(device: torch.device, plan: str | None, rows: int) -> None:
-    """More items than multiprocessors, and short KV: blocks take whole items in turn."""
+def test_tree_attention_of_small_fp8_requests(device: torch.device, plan: str | None, rows: int) -> None:
+    """More work items than SMs, and short KV: blocks process whole items in turn."""
     lens = [7 * i % 150 for i in range(70)]
     cache = make_cache(lens, [rows] * 70, page_size=16, dtype=FP8, device=device)
     q = torch.randn(70, rows, 8, 64, device=device).bfloat16()
@@ -807,8 +837,10 @@ def test_small_fp8_of_many_requests(device: torch.device, plan: str | None, rows
 @on_plans("sm90.cluster.16.sharing2", "sm90.cluster.16.sharing8")
 @pytest.mark.parametrize("rows", [3, 16])
 @pytest.mark.parametrize("pools", [torch.bfloat16, FP8], ids=str)
-def test_small_long_kv_of_one_request(device: torch.device, plan: str | None, pools: torch.dtype, rows: int) -> None:
-    """Just as long as it takes for clusters to share it, and shorter."""
+def test_tree_attention_around_length_that_clusters_share(
+    device: torch.device, plan: str | None, pools: torch.dtype, rows: int
+) -> None:
+    """The shortest KV that clusters share, and one that is shorter."""
     cache = make_cache([2400], [rows], page_size=16, kv_heads=1, dtype=pools, device=device)
     q = torch.randn(1, rows, 4, 64, device=device).bfloat16()
     check(q, cache, mask=random_trees(1, rows), plan=plan)
@@ -818,8 +850,8 @@ def test_small_long_kv_of_one_request(device: torch.device, plan: str | None, po
 @pytest.mark.sanitize
 @on_plans("sm90.wgmma.64.whole", "sm90.wgmma.128.whole", "sm80.mma.64.whole")
 @pytest.mark.parametrize(("batch", "rows"), [(70, 10), (270, 3)])
-def test_small_whole_items(device: torch.device, plan: str | None, batch: int, rows: int) -> None:
-    """So many requests of short KV that each is done by one block, and some blocks have two of them."""
+def test_tree_attention_of_whole_items(device: torch.device, plan: str | None, batch: int, rows: int) -> None:
+    """One block processes each request of short KV; some blocks process two."""
     lens = [b % 3 * 64 for b in range(batch)]
     cache = make_cache(lens, [rows] * batch, page_size=16, kv_heads=1, dtype=torch.bfloat16, device=device)
     cache.page_table[1, 2] = -1
@@ -831,8 +863,10 @@ def test_small_whole_items(device: torch.device, plan: str | None, batch: int, r
 @pytest.mark.parametrize("rows", [9, 33, 64, 80, 150, 200])
 @pytest.mark.parametrize("page_size", [1, 48, 256])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_stream_k(device: torch.device, plan: str | None, head_dim: int, page_size: int, rows: int) -> None:
-    """KV that is split between workers, in row tiles of every size."""
+def test_tree_attention_on_stream_k_plans(
+    device: torch.device, plan: str | None, head_dim: int, page_size: int, rows: int
+) -> None:
+    """Workers split the KV, in row tiles of every size."""
     lens = [1000, 77, 0, 640]
     cache = make_cache(lens, [rows] * 4, page_size=page_size, head_dim=head_dim, dtype=torch.float16, device=device)
     q = torch.randn(4, rows, 4, head_dim, device=device).half()
@@ -841,8 +875,8 @@ def test_stream_k(device: torch.device, plan: str | None, head_dim: int, page_si
 
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("batch", [40, 130])
-def test_many_requests(device: torch.device, batch: int, rows: int) -> None:
-    """More than a warp's lanes know at once, and more than are known at all."""
+def test_tree_attention_of_many_requests(device: torch.device, batch: int, rows: int) -> None:
+    """More requests than the lanes of a warp hold at once, and more than the kernel holds at all."""
     lens = torch.randint(0, 200, (batch,)).tolist()
     cache = make_cache(lens, [rows] * batch, page_size=16, dtype=torch.bfloat16, device=device)
     q = torch.randn(batch, rows, 8, 64, device=device).bfloat16()
@@ -852,16 +886,18 @@ def test_many_requests(device: torch.device, batch: int, rows: int) -> None:
 
 @on_plans("sm90.wgmma.128", "sm90.cluster.64", "sm80.mma.32")
 @pytest.mark.parametrize("rows", [9, 40])
-def test_pools_whose_heads_share_rows(device: torch.device, plan: str | None, rows: int) -> None:
-    """Strides that the copy engine does not have."""
+def test_tree_attention_of_pools_whose_heads_share_rows(device: torch.device, plan: str | None, rows: int) -> None:
+    """TMA does not support such strides."""
     cache = make_cache([400, 33], [rows] * 2, page_size=16, kv_heads=1, dtype=torch.bfloat16, device=device)
     cache.k_pool, cache.v_pool = (pool.expand(-1, -1, 2, -1) for pool in (cache.k_pool, cache.v_pool))
     check(torch.randn(2, rows, 8, 64, device=device).bfloat16(), cache, mask=random_trees(2, rows), plan=plan)
 
 
 @all_paths
-def test_max_kv_len_is_a_narrower_table(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
-    """The bits of a table with room for no more, at whole pages; and on a GPU its plan."""
+def test_tree_attention_with_max_kv_len_equals_narrower_table(
+    device: torch.device, dtype: torch.dtype, pools: torch.dtype
+) -> None:
+    """The result is bitwise that of a page table of that length; on a GPU, so is the plan."""
     cache = make_cache([300, 77, 0], [6] * 3, page_size=16, head_dim=128, dtype=pools, device=device)
     wide = torch.nn.functional.pad(cache.page_table, (0, 4000), value=-1)
     q, mask = torch.randn(3, 6, 8, 128, device=device).to(dtype), random_trees(3, 6).to(device)
@@ -871,7 +907,7 @@ def test_max_kv_len_is_a_narrower_table(device: torch.device, dtype: torch.dtype
     assert torch.equal(sd.tree_attention(q, *wide_cache.tensors(), mask=mask, max_kv_len=rows), want)
     names = [sd.tree_attention_plan(q, cache.k_pool, table, max_kv_len=rows) for table in (cache.page_table, wide)]
     assert names[0] == names[1]
-    # Of a bound the table's room is the most that counts, and without one 4096 rows.
+    # The table's capacity caps the bound; without a bound, 4096 rows count at most.
     assert sd.tree_attention_plan(q, cache.k_pool, wide, max_kv_len=10**9) == sd.tree_attention_plan(
         q, cache.k_pool, wide, max_kv_len=16 * wide.shape[1]
     )
@@ -882,10 +918,10 @@ def test_max_kv_len_is_a_narrower_table(device: torch.device, dtype: torch.dtype
 
 @all_paths
 @pytest.mark.parametrize("max_kv_len", [1, 45, 50, 64])
-def test_max_kv_len_clamps_longer_requests(
+def test_tree_attention_with_max_kv_len_clamps_longer_requests(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, max_kv_len: int
 ) -> None:
-    """They are reported, as those beyond the page table are, and what lies behind is not read."""
+    """They are reported, as requests beyond the page table are; later rows are not read."""
     lens = [10, 60, 48, 45, 44]
     cache = make_cache(lens, [5] * 5, page_size=16, dtype=pools, device=device)
     q = torch.randn(5, 5, 4, 64, device=device).to(dtype)
@@ -906,7 +942,7 @@ def test_max_kv_len_clamps_longer_requests(
 
 @all_paths
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-def test_graph_replay_with_changed_lengths_and_tables(dtype: torch.dtype, pools: torch.dtype) -> None:
+def test_tree_attention_graph_replay_reads_changed_lengths_and_tables(dtype: torch.dtype, pools: torch.dtype) -> None:
     cache = make_cache([40, 2500], [6, 6], page_size=16, dtype=pools, device="cuda")
     q = torch.randn(2, 6, 4, 64, device="cuda").to(dtype)
     out, trees = torch.empty_like(q), random_trees(2, 6).cuda()
@@ -930,8 +966,8 @@ def test_graph_replay_with_changed_lengths_and_tables(dtype: torch.dtype, pools:
 
 @pytest.mark.skipif(MACHINE != "sm90", reason="no Hopper GPU here")
 @pytest.mark.parametrize("rows", [4, 16])
-def test_graph_replay_where_clusters_share_long_kv(rows: int) -> None:
-    """Calls one after another in a graph, on one workspace, with other lengths each time."""
+def test_tree_attention_graph_replay_of_clusters_with_changed_lengths(rows: int) -> None:
+    """Several calls of a graph share one workspace; lengths change with each replay."""
     caches = [
         make_cache([9001], [rows], page_size=16, kv_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
         for _ in range(3)
@@ -964,7 +1000,7 @@ def test_graph_replay_where_clusters_share_long_kv(rows: int) -> None:
             assert torch.equal(got, sd.tree_attention(q, *cache.tensors(), mask=trees, plan=plan))
 
 
-def test_numpy_arrays() -> None:
+def test_tree_attention_accepts_numpy_arrays() -> None:
     np = pytest.importorskip("numpy")
     cache = make_cache([10], [2], page_size=4)
     q = torch.randn(1, 2, 4, 64)
@@ -1024,7 +1060,7 @@ FP8_POOLS = {"k_pool": zeros(5, 8, 2, 64).to(FP8), "v_pool": zeros(5, 8, 2, 64).
         ({"status": zeros(3, dtype=torch.int32)}, "status has shape [3], expected [num_slots=2]"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, object], message: str) -> None:
+def test_tree_attention_error_messages(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {
         "q": zeros(2, 3, 4, 64),
         "k_pool": zeros(5, 8, 2, 64),

@@ -1,4 +1,4 @@
-"""update_calibration and what expand_root and expand_tree do with it: drafts that are too sure, or not sure enough.
+"""update_calibration and its use in expand_root and expand_tree: overconfident and underconfident drafts.
 
 The target is a table of distributions over the next token; drafts are right, or distorted by a temperature.
 """
@@ -20,7 +20,7 @@ VOCAB, TOPK, STEPS, NODES = 48, 4, 3, 12
 
 
 def target_table() -> torch.Tensor:
-    """Log p [V, V] of the token that follows each; what follows some is nearly certain, what follows others open."""
+    """Return log p [V, V] of the token that follows each; some distributions are nearly certain, others open."""
     sharpness = torch.linspace(0.5, 5, VOCAB)[torch.randperm(VOCAB)]
     return torch.log_softmax(torch.randn(VOCAB, VOCAB) * sharpness[:, None], 1)
 
@@ -38,7 +38,7 @@ def run(
     rounds: int,
     learn: bool,
 ) -> Rounds:
-    """Draft, verify and learn: tokens that scores promised, and those that came."""
+    """Draft, verify and learn; return expected and emitted tokens."""
     batch, k = 64, TOPK
     lens = torch.full((batch,), 100, dtype=INT, device=device)
     target = target.to(device)
@@ -66,7 +66,7 @@ def run(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_promises_come_true(device: torch.device, temperature: float) -> None:
+def test_calibrated_scores_predict_acceptance(device: torch.device, temperature: float) -> None:
     target = target_table()
     identity = sd.make_calibration(STEPS, torch.empty(0, device=device))
     before = run(device, temperature, identity, target, 40, learn=False)
@@ -75,7 +75,7 @@ def test_promises_come_true(device: torch.device, temperature: float) -> None:
     assert abs(off) < 0.03 if temperature == 1 else abs(off) > 0.05
 
     learnt = sd.make_calibration(STEPS, torch.empty(0, device=device))
-    run(device, temperature, learnt, target, 40, learn=True)  # some thousand nodes of each depth
+    run(device, temperature, learnt, target, 40, learn=True)  # a few thousand nodes of each depth
     after = run(device, temperature, learnt, target, 80, learn=False)
     assert after.expected == pytest.approx(after.emitted, rel=0.03)
     slopes = learnt.table[:, 0].cpu()
@@ -85,7 +85,7 @@ def test_promises_come_true(device: torch.device, temperature: float) -> None:
 def best_nodes(
     log_p: torch.Tensor, said: list[list[list[tuple[int, float]]]], root: int, k: int, nodes: int
 ) -> list[float]:
-    """float64: tokens that the best 1, 2, ... nodes are expected to emit, chosen by what the draft says of each depth."""
+    """Return the expected tokens (float64) of the best 1, 2, ... nodes, chosen by the draft's scores per depth."""
     heap: list[tuple[float, float, int, int]] = [(0.0, 0.0, root, 0)]  # -score, log p of the target, token, depth
     worth, total = [], 0.0
     while len(worth) < nodes:
@@ -98,7 +98,7 @@ def best_nodes(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_a_tree_by_calibrated_scores_is_worth_a_chain_of_as_many_nodes(temperature: float) -> None:
+def test_calibrated_tree_emits_at_least_as_much_as_chain(temperature: float) -> None:
     target = target_table()
     calibration = sd.make_calibration(STEPS, torch.empty(0))
     run(torch.device("cpu"), temperature, calibration, target, 40, learn=True)
@@ -129,7 +129,7 @@ def random_round(batch: int, nodes: int) -> tuple[sd.Tree, torch.Tensor, sd.Acce
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize(("batch", "nodes", "depths"), [(1, 1, 1), (3, 9, 2), (40, 30, 4), (2, 256, 64)])
-def test_matches_reference(device: torch.device, batch: int, nodes: int, depths: int) -> None:
+def test_update_calibration_matches_reference(device: torch.device, batch: int, nodes: int, depths: int) -> None:
     want = sd.make_calibration(depths, torch.empty(0))
     want.table.copy_(torch.stack([0.4 + torch.rand(depths), torch.rand(depths) - 0.5], 1))
     for _ in range(3):
@@ -140,15 +140,15 @@ def test_matches_reference(device: torch.device, batch: int, nodes: int, depths:
         sd.update_calibration(got, *there)
         learnt = [field.clone() for field in got]
         sd.update_calibration(got, *there[:2], there[2]._replace(num_valid=torch.zeros_like(there[2].num_valid)))
-        assert all(torch.equal(a, b) for a, b in zip(got, learnt, strict=True))  # of nothing nothing is learnt
+        assert all(torch.equal(a, b) for a, b in zip(got, learnt, strict=True))  # empty rounds teach nothing
         counts = got.counts.cpu()
-        assert int((counts[..., :2] - want.counts[..., :2]).abs().sum()) <= 4  # on the border of two bins
+        assert int((counts[..., :2] - want.counts[..., :2]).abs().sum()) <= 4  # nodes on the border of two bins
         assert int((counts.sum(1) - want.counts.sum(1))[:, 2].abs().max()) <= 65536
         want = sd.Calibration(got.table.cpu(), counts)
 
 
-def test_the_tree_need_not_be_the_one_that_was_verified(device: torch.device) -> None:
-    """Behind root 9 the draft had 1, its child 2 and 2's children 3 and 4, and 5; another had 1, 2, 4 and 6."""
+def test_update_calibration_accepts_other_tree_than_verified(device: torch.device) -> None:
+    """The draft's tree is 9 -> (1 -> 2 -> (3, 4), 5); the verified path is 1, 2, 4, 6."""
     tokens = torch.tensor([[9, 1, 2, 3, 4, 5, 7]], dtype=INT)
     parents = torch.tensor([[-1, 0, 1, 2, 2, 0, 5]], dtype=INT)
     tree = on(device, sd.build_tree_from_parents(tokens, parents, torch.tensor([10], dtype=INT)))
@@ -163,7 +163,7 @@ def test_the_tree_need_not_be_the_one_that_was_verified(device: torch.device) ->
     assert calibration.counts.sum(1)[:, :2].tolist() == [[2, 1], [1, 1], [2, 1]]
 
 
-def test_converges_to_the_likeliest_and_forgets(device: torch.device) -> None:
+def test_update_calibration_converges_and_forgets(device: torch.device) -> None:
     tree = sd.build_tree_from_parents(
         torch.tensor([[0, 1]] * 100, dtype=INT), torch.tensor([[-1, 0]] * 100, dtype=INT), torch.zeros(100, dtype=INT)
     )
@@ -172,7 +172,7 @@ def test_converges_to_the_likeliest_and_forgets(device: torch.device) -> None:
     calibration = sd.make_calibration(1, torch.empty(0, device=device))
 
     def learn(share: int, rounds: int) -> float:
-        """Of 100 nodes of which 0.9 was said, so many are taken; what is said of 0.9 then."""
+        """Accept `share` of 100 nodes that the draft scores 0.9; return the calibrated score of 0.9."""
         tokens = torch.full((100, 1), 2, dtype=INT)
         tokens[:share] = 1
         accepted = sd.Accepted(tokens, torch.ones(100, dtype=INT), torch.zeros(100, 1, dtype=INT))
@@ -199,7 +199,7 @@ def test_converges_to_the_likeliest_and_forgets(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_what_expansion_does_with_it(device: torch.device) -> None:
+def test_expand_ops_apply_calibration(device: torch.device) -> None:
     table = torch.tensor([[0.5, 0.3], [2.0, -1.0], [1.0, 0.0]], device=device)
     lens = torch.zeros(2, dtype=INT, device=device)
     k, ids = 3, torch.arange(6, dtype=INT, device=device).view(2, 3)
@@ -231,7 +231,7 @@ def test_what_expansion_does_with_it(device: torch.device) -> None:
 
 
 @pytest.mark.sanitize
-def test_wild_numbers_stay_in_bounds(device: torch.device) -> None:
+def test_update_calibration_of_out_of_range_values_stays_in_bounds(device: torch.device) -> None:
     wild = torch.tensor([-(2**31), -1, 0, 1, 3, 2**31 - 1], dtype=INT)
     for _ in range(20):
         tree, scores, accepted = random_round(3, 6)
@@ -255,7 +255,7 @@ def test_wild_numbers_stay_in_bounds(device: torch.device) -> None:
         ({"calibration": sd.Calibration(torch.zeros(2, 2), torch.zeros(2, 16, 3))}, "update_calibration: calibration.counts is float32, expected int64"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, Any], message: str) -> None:
+def test_update_calibration_error_messages(change: dict[str, Any], message: str) -> None:
     tree, scores, accepted = random_round(2, 4)
     given = {"calibration": sd.make_calibration(2, scores), "tree": tree, "scores": scores, "accepted": accepted}
     with pytest.raises(ValueError) as error:
@@ -263,7 +263,7 @@ def test_messages(change: dict[str, Any], message: str) -> None:
     assert str(error.value) == message
 
 
-def test_other_messages() -> None:
+def test_calibration_error_messages() -> None:
     tree, scores, accepted = random_round(2, 4)
     with pytest.raises(ValueError) as number:
         sd.make_calibration(65, scores)

@@ -1,6 +1,6 @@
-"""verify_tree with sampled candidates: the target's distribution, and acceptance as often as theory says.
+"""verify_tree with sampled candidates: the target's distribution, and the acceptance rates of theory.
 
-First the algorithms, by enumeration of every draft of a tiny vocabulary; then the op.
+The algorithms come first, by enumeration of every draft of a tiny vocabulary; then the op.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support.devices import HAS_CUDA
 from support.verification import Sampling, assert_distributed, sampling, tree_of
 
 Text = tuple[int, ...]
-Outcomes = dict[Text, float]  # emitted tokens, and their chance
+Outcomes = dict[Text, float]  # emitted tokens, and their probability
 
 
 def softmax_table(vocab: int, sharpness: float = 1.5) -> Tensor:
@@ -28,7 +28,7 @@ def softmax_table(vocab: int, sharpness: float = 1.5) -> Tensor:
 
 
 def draws(q: Tensor, count: int) -> Iterator[tuple[list[int], float]]:
-    """Every ordered draw of `count` tokens without replacement, with its chance."""
+    """Return every ordered draw of `count` tokens without replacement, with its probability."""
     for drawn in itertools.permutations(range(len(q)), count):
         chance, left = 1.0, 1.0
         for d in drawn:
@@ -38,7 +38,7 @@ def draws(q: Tensor, count: int) -> Iterator[tuple[list[int], float]]:
 
 
 def assert_target_text(outcomes: Outcomes, p: Tensor, length: int) -> None:
-    """Outcomes, continued by the target itself, are its texts of that length after token 0."""
+    """Check that outcomes, continued by the target itself, follow its distribution of texts after token 0."""
     assert sum(outcomes.values()) == pytest.approx(1, abs=1e-12)
     for text in itertools.product(range(len(p)), repeat=length):
         got, want = 0.0, 1.0
@@ -53,7 +53,7 @@ def assert_target_text(outcomes: Outcomes, p: Tensor, length: int) -> None:
 
 
 def walk(p: Tensor, q: Tensor, shape: list[int], token: int, chance: float, text: Text, outcomes: Outcomes) -> None:
-    """Build a tree of shape[0] children of the root, each with shape[1] of its own, and so on: all drafts and coins."""
+    """Enumerate all drafts and coins of a tree: shape[0] children of the root, shape[1] children of each, and so on."""
     for drawn, drawn_chance in draws(q[token], shape[0] if shape else 0):
         accepted, bonus = reference.rejection(p[token], q[token], drawn)
         for d, accepted_chance in zip(drawn, accepted, strict=True):
@@ -64,7 +64,7 @@ def walk(p: Tensor, q: Tensor, shape: list[int], token: int, chance: float, text
 
 
 @pytest.mark.parametrize("shape", [[1], [1, 1, 1], [2], [3, 1], [2, 2], [4], [3, 2]], ids=str)
-def test_recursive_rejection_by_enumeration(shape: list[int]) -> None:
+def test_recursive_rejection_keeps_target_distribution(shape: list[int]) -> None:
     p, q = softmax_table(4), softmax_table(4)
     p[1, 2] = 0  # filtered out
     p[1] /= p[1].sum()
@@ -73,7 +73,7 @@ def test_recursive_rejection_by_enumeration(shape: list[int]) -> None:
     assert_target_text(outcomes, p, len(shape) + 1)
 
 
-def test_one_draft_is_accepted_as_often_as_p_and_q_overlap() -> None:
+def test_rejection_accepts_one_draft_at_overlap_of_p_and_q() -> None:
     p, q = softmax_table(5)[0], softmax_table(5)[0]
     rate = sum(chance * reference.rejection(p, q, drawn)[0][0] for drawn, chance in draws(q, 1))
     assert rate == pytest.approx(float(torch.minimum(p, q).sum()))
@@ -103,7 +103,7 @@ def mean_length(outcomes: Outcomes) -> float:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_block_verification_by_enumeration(length: int) -> None:
+def test_block_verification_keeps_target_distribution(length: int) -> None:
     p, q = softmax_table(3), softmax_table(3)
     outcomes = block_outcomes(p, q, length)
     assert_target_text(outcomes, p, length + 1)
@@ -116,8 +116,8 @@ def test_block_verification_by_enumeration(length: int) -> None:
 
 
 @pytest.mark.parametrize("choose", ["reordered", "pruned"])
-def test_choosing_among_drawn_candidates_biases_the_text(choose: str) -> None:
-    """A negative control: of two drawn, the likelier one first, or it alone."""
+def test_rejection_of_reordered_draws_is_biased(choose: str) -> None:
+    """A negative control: the likelier of two draws goes first, or is the only one."""
     p, q = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([0.5, 0.3, 0.2])
     got = torch.zeros(3, dtype=torch.float64)
     for drawn, chance in draws(q, 2):
@@ -136,7 +136,7 @@ def test_choosing_among_drawn_candidates_biases_the_text(choose: str) -> None:
 def drawn_trees(
     parents: list[int], n: int, draft: Tensor, draft_temperature: float, id_map: Tensor | None = None
 ) -> sd.Tree:
-    """N trees of one shape below token 0, children drawn with Gumbel noise from the draft's logits [V, Vd]."""
+    """Return n trees of one shape below token 0; children are Gumbel draws from the draft's logits [V, Vd]."""
     shape = tree_of(parents, [0] * len(parents))
     depth = [0] * len(parents)
     tokens = torch.zeros(n, len(parents), dtype=torch.int64)
@@ -168,7 +168,7 @@ def verify(
     id_map: Tensor | None = None,
     **arguments: bool,
 ) -> sd.Accepted:
-    """Run the op on trees whose nodes' logits follow from their tokens; a node's draft row is its parent's number."""
+    """Run the op on trees whose logits follow from their tokens; a node's draft row is that of its parent's index."""
     n, nodes = tree.tokens.shape
     target, draft = target.to(device), draft.to(device)
     tree = sd.Tree(*(field.to(device) for field in tree))
@@ -213,7 +213,9 @@ FILTERS = [(1.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (1.0, 3, 1.0, 0.0), (1.3, 0, 
 
 @pytest.mark.parametrize("parents", [CHAIN_3, STAR, TREE], ids=["chain", "star", "tree"])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_first_two_tokens(device: torch.device, parents: list[int], filters: tuple[float, int, float, float]) -> None:
+def test_verify_sampled_tree_emits_target_distribution(
+    device: torch.device, parents: list[int], filters: tuple[float, int, float, float]
+) -> None:
     n, vocab, draft_temperature = 120_000, 6, 1.2
     target, draft = torch.randn(vocab, vocab), torch.randn(vocab, vocab)
     tree = drawn_trees(parents, n, draft, draft_temperature)
@@ -226,7 +228,9 @@ def test_first_two_tokens(device: torch.device, parents: list[int], filters: tup
 
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("parents", [CHAIN_1, CHAIN_3, STAR, TREE], ids=["one", "chain", "star", "tree"])
-def test_reduced_draft_vocabulary(device: torch.device, parents: list[int], block: bool) -> None:
+def test_verify_sampled_tree_with_reduced_draft_vocabulary(
+    device: torch.device, parents: list[int], block: bool
+) -> None:
     n, vocab = 120_000, 7
     id_map = torch.tensor([5, 0, 3, 2], dtype=torch.int32)
     target, draft = torch.randn(vocab, vocab), torch.randn(vocab, 4)
@@ -242,7 +246,9 @@ def test_reduced_draft_vocabulary(device: torch.device, parents: list[int], bloc
 
 
 @pytest.mark.parametrize(("temperature", "draft_temperature"), [(1.0, None), (0.6, 1.5)])
-def test_acceptance_rates_of_chains(device: torch.device, temperature: float, draft_temperature: float | None) -> None:
+def test_verify_sampled_chain_has_theoretical_acceptance_rate(
+    device: torch.device, temperature: float, draft_temperature: float | None
+) -> None:
     n, vocab = 150_000, 5
     target, draft = torch.randn(vocab, vocab), torch.randn(vocab, vocab)
     p, q = distributions(target, temperature), distributions(draft, draft_temperature or temperature)
@@ -258,7 +264,7 @@ def test_acceptance_rates_of_chains(device: torch.device, temperature: float, dr
             assert_rate(got.num_valid == length, rate)
 
 
-def test_all_drafts_of_a_perfect_draft_are_accepted(device: torch.device) -> None:
+def test_verify_sampled_tree_accepts_all_of_a_perfect_draft(device: torch.device) -> None:
     n, vocab = 2000, 50
     table = torch.randn(vocab, vocab)
     tree = drawn_trees(CHAIN_3, n, table, 0.9)
@@ -268,8 +274,8 @@ def test_all_drafts_of_a_perfect_draft_are_accepted(device: torch.device) -> Non
         assert torch.equal(got.tokens[:, :3], tree.tokens[:, 1:])
 
 
-def test_no_sampled_candidates_is_the_op_without_draft_logits(device: torch.device) -> None:
-    """Rows of -1, greedy requests and greedy drafts, beside sampled ones that change nothing."""
+def test_verify_tree_without_sampled_candidates_ignores_draft_logits(device: torch.device) -> None:
+    """Rows of -1, greedy requests and greedy drafts; sampled requests in the batch change nothing."""
     n, vocab = 400, 20
     target, draft = torch.randn(vocab, vocab, device=device), torch.randn(vocab, vocab, device=device)
     tree = sd.Tree(*(x.to(device) for x in drawn_trees(TREE, n, draft.cpu(), 1.0)))
@@ -295,8 +301,8 @@ def test_no_sampled_candidates_is_the_op_without_draft_logits(device: torch.devi
         assert not torch.equal(got.tokens, want.tokens)
 
 
-def test_a_node_may_follow_sampled_and_other_candidates(device: torch.device) -> None:
-    """Root: sampled children; below the first: one that was not."""
+def test_verify_tree_mixes_sampled_and_other_candidates(device: torch.device) -> None:
+    """The root has sampled children; the first child has one that is not sampled."""
     n, vocab = 120_000, 5
     target, draft = torch.randn(vocab, vocab), torch.randn(vocab, vocab)
     tree = drawn_trees([-1, 0, 0, 1, 1], n, draft, 1.0)
@@ -313,8 +319,8 @@ def test_a_node_may_follow_sampled_and_other_candidates(device: torch.device) ->
         assert_first_two(sd.Accepted(*(x.cpu() for x in got)), distributions(target, 1.0))
 
 
-def test_children_that_cannot_have_been_drawn_are_skipped(device: torch.device) -> None:
-    """A token without probability, one outside the map, one out of range and a repeated one change nothing."""
+def test_verify_sampled_tree_skips_impossible_children(device: torch.device) -> None:
+    """A token of probability 0, outside the map, out of range, or repeated changes nothing."""
     n, vocab = 120_000, 6
     id_map = torch.tensor([4, 1, 0, 3], dtype=torch.int32)
     target, draft = torch.randn(vocab, vocab), torch.randn(vocab, 4)
@@ -339,13 +345,13 @@ def test_children_that_cannot_have_been_drawn_are_skipped(device: torch.device) 
 
 
 def wild(*shape: int) -> Tensor:
-    """Small numbers, and sometimes wild ones."""
+    """Return small integers, and some of any size."""
     values = torch.randint(-2, 9, shape)
     return torch.where(torch.rand(shape) < 0.1, torch.randint(-(2**31), 2**31 - 1, shape), values).int()
 
 
 @pytest.mark.sanitize
-def test_wild_inputs_stay_in_bounds(device: torch.device) -> None:
+def test_verify_sampled_tree_of_out_of_range_values_stays_in_bounds(device: torch.device) -> None:
     batch, nodes, vocab, draft_vocab = 48, 8, 9, 5
     for block in (False, True):
         fields = [wild(batch, nodes) for _ in range(5)]
@@ -377,8 +383,8 @@ def test_wild_inputs_stay_in_bounds(device: torch.device) -> None:
             assert 0 <= length <= 5 and all(0 <= a < b < nodes for a, b in itertools.pairwise(row[:length]))
 
 
-def test_bad_draft_rows_are_reported(device: torch.device) -> None:
-    """Siblings that differ in their row, and a row that is not there: the children before them count."""
+def test_verify_sampled_tree_reports_bad_draft_rows(device: torch.device) -> None:
+    """Siblings with different rows, or a row out of range: children before the bad one count."""
     tree = sd.Tree(*(x.to(device) for x in drawn_trees(STAR, 3, torch.randn(4, 4), 1.0)))
     logits = torch.zeros(3, 4, 4, device=device)
     rows = torch.tensor([[-1, 0, 0, 0], [-1, 0, 1, 0], [-1, 2, 2, 2]], dtype=torch.int32, device=device)
@@ -405,7 +411,9 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("vocab", "draft_vocab"), [(300, 0), (4099, 0), (4099, 501), (32000, 0), (128256, 32000)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_cuda_draws_what_the_cpu_draws(vocab: int, draft_vocab: int, dtype: torch.dtype, kind: str) -> None:
+def test_verify_sampled_tree_is_equal_on_both_devices(
+    vocab: int, draft_vocab: int, dtype: torch.dtype, kind: str
+) -> None:
     batch = 8
     for parents in (CHAIN_3, TREE):
         nodes = len(parents)
@@ -445,7 +453,7 @@ def test_cuda_draws_what_the_cpu_draws(vocab: int, draft_vocab: int, dtype: torc
                 assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (kind, block, results)
 
 
-def test_strided_draft_rows(device: torch.device) -> None:
+def test_verify_sampled_tree_of_strided_draft_rows(device: torch.device) -> None:
     n, vocab = 64, 33
     target, draft = torch.randn(vocab, vocab), torch.randn(vocab, vocab)
     tree = sd.Tree(*(x.to(device) for x in drawn_trees(TREE, n, draft, 1.0)))
@@ -482,7 +490,7 @@ DRAFTS = {"draft_logits": torch.zeros(2, 5, 4), "draft_rows": torch.zeros(2, 3, 
         ({"logits": torch.zeros(2, 3, 1).expand(2, 3, 2**20 + 1).contiguous(), "id_map": torch.zeros(4, dtype=INT)}, "verify_tree: vocab is 1048577, expected at most 1048576 with an id_map"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, object], message: str) -> None:
+def test_verify_sampled_tree_error_messages(change: dict[str, object], message: str) -> None:
     tree = drawn_trees([-1, 0, 0], 2, torch.zeros(4, 4), 1.0)
     arguments: dict[str, object] = {"logits": torch.zeros(2, 3, 4), **sampling([1.0] * 2), **DRAFTS} | change
     if arguments["temperature"] is None:

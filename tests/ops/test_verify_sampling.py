@@ -1,4 +1,4 @@
-"""verify_tree's sampled requests: what is drawn, from which distribution, and what it depends on."""
+"""verify_tree's sampled requests: draws, their distribution, and their dependence on other inputs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def plan(verifier: tuple[torch.device, str | None]) -> str | None:
 
 
 def lone_roots(batch: int, positions: Tensor | None = None, device: torch.device | str = "cpu") -> sd.Tree:
-    """Trees of the root alone: what is emitted is one draw."""
+    """Return trees of the root alone: the emitted token is one draw."""
     row = torch.zeros(batch, 1, dtype=torch.int32, device=device)
     position = row if positions is None else positions.to(device=device, dtype=torch.int32)[:, None].contiguous()
     return sd.Tree(row, row - 1, position, row - 1, row - 1, row[..., None].long() + 1, row[:, 0] + 1)
 
 
 def draw(logits: Tensor, parameters: Sampling, positions: Tensor | None = None, **arguments: Any) -> Tensor:
-    """One token for each row of logits [B, V], on their device."""
+    """Draw one token for each row of logits [B, V], on their device."""
     device = logits.device
     parameters = {name: tensor.to(device) for name, tensor in parameters.items()}
     tree = lone_roots(len(logits), positions, device)
@@ -41,7 +41,7 @@ def draw(logits: Tensor, parameters: Sampling, positions: Tensor | None = None, 
 
 
 def acceptable(x: Tensor, s: Sampling, b: int, position: int) -> set[int]:
-    """Return what the reference draws, the probabilities and top-p known to 1e-6."""
+    """Return the tokens that the reference may draw if probabilities and top-p have an error of 1e-6."""
     u = reference.uniform(int(s["seeds"][b]), position + 1)
     top_k, top_p, min_p = int(s["top_k"][b]), float(s["top_p"][b]), float(s["min_p"][b])
     tokens = set()
@@ -54,7 +54,7 @@ def acceptable(x: Tensor, s: Sampling, b: int, position: int) -> set[int]:
 
 
 def random_parameters(batch: int, vocab: int) -> Sampling:
-    """Each filter on in about half of the requests; some greedy."""
+    """Return sampling parameters: each filter on in about half of the requests; some greedy."""
 
     def sometimes(values: Tensor, off: float) -> list[float]:
         return torch.where(torch.rand(batch) < 0.5, values, torch.tensor(off)).tolist()
@@ -70,7 +70,7 @@ def random_parameters(batch: int, vocab: int) -> Sampling:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 2, 5, 31, 300, 4099])
-def test_matches_reference(device: torch.device, plan: str | None, vocab: int, dtype: torch.dtype) -> None:
+def test_sampling_matches_reference(device: torch.device, plan: str | None, vocab: int, dtype: torch.dtype) -> None:
     batch = 40
     logits = (torch.randn(batch, vocab) * 2).to(dtype)
     logits[::5] = logits[::5].round()  # ties
@@ -86,8 +86,10 @@ def test_matches_reference(device: torch.device, plan: str | None, vocab: int, d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [32000, 128256, 151936])
 @pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "ties"])
-def test_large_vocabularies(device: torch.device, plan: str | None, vocab: int, dtype: torch.dtype, kind: str) -> None:
-    """Each way through the CUDA kernel: lists, nuclei and ties that overflow them, no filter at all."""
+def test_sampling_of_large_vocabularies_on_every_kernel_path(
+    device: torch.device, plan: str | None, vocab: int, dtype: torch.dtype, kind: str
+) -> None:
+    """Lists, nuclei and ties that overflow the CUDA kernel's lists, and no filter at all."""
     parameters = sampling(
         [1.0, 0.8, 1.0, 1.0, 0.6, 1.5, 1.0, 1.0],
         [0, 50, 0, 1000, 20, 5000, 0, 1],
@@ -104,7 +106,7 @@ def test_large_vocabularies(device: torch.device, plan: str | None, vocab: int, 
         logits = torch.randint(-2, 3, (batch, vocab)).float()
     logits = logits.to(dtype)
     got = draw(logits.to(device), parameters, plan=plan)
-    assert torch.equal(got, draw(logits, parameters))  # both devices draw the same
+    assert torch.equal(got, draw(logits, parameters))  # both devices draw the same tokens
     for b, token in enumerate(got.tolist()):
         s = {name: tensor[b].item() for name, tensor in parameters.items()}
         x = logits[b].double()
@@ -128,10 +130,10 @@ def test_large_vocabularies(device: torch.device, plan: str | None, vocab: int, 
     ("batch", "nodes", "vocab"),
     [pytest.param(3, 5, 3001, marks=pytest.mark.sanitize), (3, 7, 9001), (1, 33, 16411), (2, 40, 40009)],
 )
-def test_trees_of_flat_and_peaked_rows(
+def test_sampling_of_trees_of_flat_and_peaked_rows_is_equal_on_both_devices(
     device: torch.device, plan: str | None, batch: int, nodes: int, vocab: int
 ) -> None:
-    """Greedy and sampled requests whose rows take all ways through the CUDA kernel; both devices emit the same."""
+    """Greedy and sampled requests cover all paths of the CUDA kernel."""
     logits = torch.randn(batch, nodes, vocab)
     peaked = torch.rand(batch, nodes, 1) < 0.6
     logits = torch.where(peaked, logits * 3 + 12 * (torch.rand(batch, nodes, vocab) < 1e-3), logits * 0.01).bfloat16()
@@ -170,10 +172,10 @@ def test_trees_of_flat_and_peaked_rows(
     ],
 )
 @pytest.mark.parametrize("by", ["seed", "position"])
-def test_distribution(
+def test_sampling_follows_filtered_distribution(
     device: torch.device, temperature: float, top_k: int, top_p: float, min_p: float, by: str
 ) -> None:
-    """200 000 draws that differ in their seed, or in their position, follow the filtered distribution."""
+    """Check 200 000 draws that differ in their seed or in their position."""
     n, vocab = 200_000, 19
     x = torch.randn(vocab) * 2
     x[4] = x[11]
@@ -185,7 +187,7 @@ def test_distribution(
     assert_distributed(tokens, reference.filtered(x, temperature, top_k, top_p, min_p))
 
 
-def test_neighbouring_positions_are_independent(device: torch.device) -> None:
+def test_sampling_of_adjacent_positions_is_independent(device: torch.device) -> None:
     n, vocab = 200_000, 5
     x = torch.tensor([0.0, 0.5, 1.0, -0.5, 0.2])
     parameters = sampling([1.0] * n, seeds=[3] * n)
@@ -194,7 +196,7 @@ def test_neighbouring_positions_are_independent(device: torch.device) -> None:
     assert_distributed(tokens[:-1] * vocab + tokens[1:], torch.outer(p, p).flatten())
 
 
-def test_a_batch_mixes_greedy_and_sampled_requests(device: torch.device, plan: str | None) -> None:
+def test_sampling_mixes_with_greedy_requests(device: torch.device, plan: str | None) -> None:
     logits = torch.randn(6, 50, device=device)
     temperature = [0.0, 1.0, -1.0, math.nan, 2.0, 0.0]
     got = draw(logits, sampling(temperature), plan=plan)
@@ -202,10 +204,10 @@ def test_a_batch_mixes_greedy_and_sampled_requests(device: torch.device, plan: s
     for b in (0, 2, 3, 5):
         assert got[b] == greedy[b]
     alone = draw(logits[[1, 4]], sampling([1.0, 2.0], seeds=[1, 4]), plan=plan)
-    assert torch.equal(got[[1, 4]], alone)  # neighbours change nothing
+    assert torch.equal(got[[1, 4]], alone)  # other requests of the batch change nothing
 
 
-def test_parameters_belong_to_the_slot(device: torch.device, plan: str | None) -> None:
+def test_sampling_parameters_follow_slots(device: torch.device, plan: str | None) -> None:
     logits = torch.randn(3, 40, device=device)
     parameters = sampling([0.0, 1.0, 1.0, 0.5, 3.0], [0, 3, 0, 0, 0], seeds=[5, 6, 7, 8, 9])
     slots = torch.tensor([4, 1, 3], dtype=torch.int32, device=device)
@@ -215,7 +217,7 @@ def test_parameters_belong_to_the_slot(device: torch.device, plan: str | None) -
 
 
 @pytest.mark.sanitize
-def test_extreme_parameters(device: torch.device, plan: str | None) -> None:
+def test_sampling_with_extreme_parameters(device: torch.device, plan: str | None) -> None:
     x = torch.tensor([1.0, 3.0, -torch.inf, 3.0, 0.0, 2.0])
     big, n = 1e30, 12
     parameters = sampling(
@@ -231,7 +233,7 @@ def test_extreme_parameters(device: torch.device, plan: str | None) -> None:
         assert all(token != 2 for token in got)
 
 
-def test_infinite_and_missing_logits(device: torch.device, plan: str | None) -> None:
+def test_sampling_of_infinite_and_nan_logits(device: torch.device, plan: str | None) -> None:
     logits = torch.zeros(3, 9, device=device)
     logits[0, 4:6] = torch.inf
     logits[1] = -torch.inf
@@ -246,8 +248,10 @@ def test_infinite_and_missing_logits(device: torch.device, plan: str | None) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("vocab", [31, 64, 1003])
-def test_vocab_mask_and_logit_bias(device: torch.device, plan: str | None, temperature: float, vocab: int) -> None:
-    """The same as logits that are biased and masked already."""
+def test_sampling_with_vocab_mask_and_logit_bias(
+    device: torch.device, plan: str | None, temperature: float, vocab: int
+) -> None:
+    """The result equals that of logits biased and masked in advance."""
     batch, words = 20, (vocab + 31) // 32
     logits = torch.randn(batch, vocab)
     allowed = torch.rand(batch, vocab) < 0.3
@@ -265,7 +269,7 @@ def test_vocab_mask_and_logit_bias(device: torch.device, plan: str | None, tempe
 
 
 def chain_of(tokens: list[list[int]], first_position: int, device: torch.device) -> sd.Tree:
-    """Chains under the root, one for each row of tokens."""
+    """Return chains under the root, one for each row of tokens."""
     batch, nodes = len(tokens), len(tokens[0])
     ids = torch.arange(nodes, dtype=torch.int32).repeat(batch, 1)
     child = torch.where(ids + 1 < nodes, ids + 1, -1)
@@ -275,7 +279,7 @@ def chain_of(tokens: list[list[int]], first_position: int, device: torch.device)
 
 
 def markov_text(table: Tensor, parameters: Sampling, length: int, drafts: Tensor | None) -> list[int]:
-    """Return a text of the target whose next-token logits are table[token], verified along the rows of random chains."""
+    """Return a text of the target with next-token logits table[token], verified along random chains."""
     device, text = table.device, [0]
     round_ = 0
     while len(text) <= length:
@@ -288,7 +292,7 @@ def markov_text(table: Tensor, parameters: Sampling, length: int, drafts: Tensor
     return text[: length + 1]
 
 
-def test_the_text_is_the_same_with_any_draft_or_none(device: torch.device) -> None:
+def test_sampled_text_does_not_depend_on_draft(device: torch.device) -> None:
     vocab = 6
     table = torch.randn(vocab, vocab, device=device)
     for seed in range(5):
@@ -299,8 +303,8 @@ def test_the_text_is_the_same_with_any_draft_or_none(device: torch.device) -> No
             assert markov_text(table, parameters, 60, torch.randint(0, vocab, (50, depth))) == plain
 
 
-def test_noise_is_philox() -> None:
-    """Known answers of Random123, and the words the draw uses."""
+def test_sampling_noise_is_philox() -> None:
+    """Compare with known answers of Random123, and with the words that a draw uses."""
     assert philox(0, (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     all_ones = 2**32 - 1
     assert philox(2**64 - 1, (all_ones,) * 4) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)

@@ -1,4 +1,4 @@
-"""verify_tree against its reference, and what it does with bad logits and malformed trees."""
+"""verify_tree against its reference, with bad logits and malformed trees too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stack(trees: list[sd.Tree], device: torch.device) -> sd.Tree:
 
 
 def random_trees(logits: torch.Tensor, hit_rate: float = 0.8) -> list[sd.Tree]:
-    """Trees of 1..N nodes for logits [B, N, V] whose nodes often carry their parent's target token, duplicates too."""
+    """Return trees of 1..N nodes for logits [B, N, V]; nodes often carry their parent's target token, also twice."""
     batch, width, vocab = logits.shape
     trees = []
     for b in range(batch):
@@ -46,7 +46,7 @@ def random_trees(logits: torch.Tensor, hit_rate: float = 0.8) -> list[sd.Tree]:
 
 
 def verify_into_poison(logits: torch.Tensor, tree: sd.Tree, width: int, **arguments: Any) -> sd.Accepted:
-    """verify_tree with outputs full of garbage beforehand, so that an element left unwritten shows."""
+    """Run verify_tree on outputs full of garbage, so that an element left unwritten shows."""
 
     def garbage(*shape: int) -> torch.Tensor:
         return torch.full(shape, -77, dtype=torch.int32, device=logits.device)
@@ -73,7 +73,7 @@ def check(logits: torch.Tensor, trees: list[sd.Tree], width: int, plan: str | No
     ("batch", "nodes", "vocab", "width"),
     [(1, 1, 1, 1), (3, 1, 5, 4), (7, 8, 31, 3), (16, 17, 127, 17), (5, 32, 1024, 6), (1, 64, 4099, 9)],
 )
-def test_matches_reference(
+def test_verify_tree_matches_reference(
     device: torch.device, plan: str | None, dtype: torch.dtype, batch: int, nodes: int, vocab: int, width: int
 ) -> None:
     logits = torch.randn(batch, nodes, vocab, device=device).to(dtype)
@@ -81,20 +81,20 @@ def test_matches_reference(
 
 
 @pytest.mark.parametrize("vocab", [128256, 151936])
-def test_large_vocabularies_with_ties(device: torch.device, plan: str | None, vocab: int) -> None:
+def test_verify_tree_of_large_vocabularies_with_ties(device: torch.device, plan: str | None, vocab: int) -> None:
     logits = torch.randint(-3, 4, (1, 6, vocab), device=device).to(torch.bfloat16)
     got = check(logits, [tree_of([-1, 0, 0, 1, 2, 4], [5, 3, 9, 1, 4, 7])], 4, plan=plan)
     assert got.tokens[0, 0] == (logits[0, 0] == 3).nonzero()[0, 0]
 
 
 @pytest.mark.sanitize
-def test_small(device: torch.device, plan: str | None) -> None:
+def test_verify_tree_matches_reference_on_small_inputs(device: torch.device, plan: str | None) -> None:
     logits = torch.randn(3, 4, 37, device=device)
     check(logits, random_trees(logits), 3, plan=plan)
 
 
-def test_only_visited_rows_are_read(device: torch.device, plan: str | None) -> None:
-    logits = torch.full((1, 5, 11), torch.nan, device=device)  # every row bad but those on the path 0, 2, 4
+def test_verify_tree_reads_visited_rows_only(device: torch.device, plan: str | None) -> None:
+    logits = torch.full((1, 5, 11), torch.nan, device=device)  # all rows are bad except those of the path 0, 2, 4
     for node, y in [(0, 7), (2, 3), (4, 10)]:
         logits[0, node, y] = 0.0
     tree = stack([tree_of([-1, 0, 0, 1, 2], [0, 6, 7, 3, 3])], device)
@@ -106,7 +106,7 @@ def test_only_visited_rows_are_read(device: torch.device, plan: str | None) -> N
     assert status.tolist() == [0]
 
 
-def test_first_of_duplicate_siblings_and_of_equal_logits(device: torch.device, plan: str | None) -> None:
+def test_verify_tree_takes_first_of_duplicate_siblings_and_equal_logits(device: torch.device, plan: str | None) -> None:
     logits = torch.zeros(1, 4, 6, device=device)
     logits[0, 0] = torch.tensor([-1.0, 2.0, -0.0, 2.0, 1.0, torch.nan])
     logits[0, 2] = torch.tensor([-torch.inf, -0.0, 0.0, 0.0, -1.0, -2.0])  # -0.0 equals 0.0: the lower id
@@ -116,13 +116,13 @@ def test_first_of_duplicate_siblings_and_of_equal_logits(device: torch.device, p
     assert got.path.tolist() == [[0, 2, 2, 2]]
 
 
-def test_positive_infinity_wins(device: torch.device, plan: str | None) -> None:
+def test_verify_tree_selects_positive_infinity(device: torch.device, plan: str | None) -> None:
     logits = torch.zeros(1, 1, 9, device=device)
     logits[0, 0, 4:6] = torch.inf
     assert check(logits, [tree_of([-1], [0])], 1, plan=plan).tokens.tolist() == [[4]]
 
 
-def test_accept_width_ends_the_walk_with_a_bonus(device: torch.device, plan: str | None) -> None:
+def test_verify_tree_ends_at_accept_width_with_bonus(device: torch.device, plan: str | None) -> None:
     logits = torch.zeros(1, 6, 8, device=device)
     for node in range(6):
         logits[0, node, node + 1] = 1.0
@@ -132,7 +132,7 @@ def test_accept_width_ends_the_walk_with_a_bonus(device: torch.device, plan: str
 
 
 @pytest.mark.parametrize("misaligned", range(5))
-def test_strided_and_unaligned_logits(device: torch.device, plan: str | None, misaligned: int) -> None:
+def test_verify_tree_of_strided_and_unaligned_logits(device: torch.device, plan: str | None, misaligned: int) -> None:
     wide = torch.randn(6, 9, 140, device=device).to(torch.bfloat16)
     logits = wide[::2, 1::2, misaligned : misaligned + 127]
     logits[:, :, 0] = torch.where(torch.rand(3, 4, device=device) < 0.2, 9.0, -9.0)
@@ -140,12 +140,12 @@ def test_strided_and_unaligned_logits(device: torch.device, plan: str | None, mi
     check(logits, random_trees(logits), 4, plan=plan)
 
 
-def test_bad_logits(device: torch.device, plan: str | None) -> None:
-    """A row with nothing above -inf emits nothing: at the root no token at all, further down no bonus."""
+def test_verify_tree_emits_nothing_at_bad_logits(device: torch.device, plan: str | None) -> None:
+    """A row with nothing above -inf emits no token at the root, and no bonus further down."""
     logits = torch.zeros(3, 3, 5, device=device)
     logits[0, 0] = torch.nan
     logits[1, 0, 2], logits[1, 1] = 1.0, -torch.inf
-    logits[2, 0, 2], logits[2, 1, 4], logits[2, 2] = 1.0, 1.0, torch.nan  # a bad row off the path: not looked at
+    logits[2, 0, 2], logits[2, 1, 4], logits[2, 2] = 1.0, 1.0, torch.nan  # a bad row off the path is not read
     tree = stack([tree_of([-1, 0, 0], [0, 2, 3])] * 3, device)
     status = torch.tensor([4, 0, 0], dtype=torch.int32, device=device)
     got = verify_into_poison(logits, tree, 3, status=status, plan=plan)
@@ -158,8 +158,8 @@ def test_bad_logits(device: torch.device, plan: str | None) -> None:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("field", ["first_child", "next_sibling", "parents", "num_nodes"])
 @pytest.mark.parametrize("bad", [0, 1, 3, *WILD[1:], 1000], ids=str)
-def test_malformed_trees_end_the_walk(device: torch.device, plan: str | None, field: str, bad: int) -> None:
-    """Node 0 has children 1 and 2, of which 2 carries the target's token; one link of it is bent."""
+def test_verify_tree_ends_walk_at_malformed_link(device: torch.device, plan: str | None, field: str, bad: int) -> None:
+    """Node 0 has children 1 and 2; node 2 carries the target's token, and one link of the tree is invalid."""
     logits = torch.zeros(2, 3, 5, device=device)
     logits[:, :, 4] = 1.0
     tree = stack([tree_of([-1, 0, 0], [0, 1, 4])] * 2, device)
@@ -172,7 +172,7 @@ def test_malformed_trees_end_the_walk(device: torch.device, plan: str | None, fi
 
     harmless = (field, bad) in {("first_child", 1), ("parents", 0), ("num_nodes", 3)}
     empty = field == "num_nodes" and bad <= 0
-    # num_nodes = 1 is a lawful tree of one node, whose links must then end there.
+    # num_nodes = 1 is a valid tree of one node, whose links must end there.
     assert status.tolist() == [0 if harmless or empty else sd.Status.BAD_TREE, 0]
     assert got.tokens[0].tolist() == ([4, 4, -1] if harmless else [-1] * 3 if empty else [4, -1, -1])
     assert got.path[0].tolist() == ([0, 2, 2] if harmless else [0, 0, 0])
@@ -180,7 +180,7 @@ def test_malformed_trees_end_the_walk(device: torch.device, plan: str | None, fi
 
 
 @pytest.mark.sanitize
-def test_wild_links_stay_in_bounds(device: torch.device, plan: str | None) -> None:
+def test_verify_tree_of_invalid_links_stays_in_bounds(device: torch.device, plan: str | None) -> None:
     values = torch.tensor([-2, -1, 0, 1, 2, 3, 5, 7, 8, *WILD], dtype=torch.int32)
 
     def wild(*shape: int) -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_wild_links_stay_in_bounds(device: torch.device, plan: str | None) -> No
         assert all(0 <= a < b < 8 for a, b in itertools.pairwise(path[:length]))
 
 
-def test_empty_rows_and_slots(device: torch.device, plan: str | None) -> None:
+def test_verify_tree_with_empty_rows_and_slots(device: torch.device, plan: str | None) -> None:
     logits = torch.randn(4, 3, 8, device=device)
     tree = stack([tree_of([-1, 0, 1], [1, 2, 3])] * 4, device)
     tree.num_nodes[1] = 0
@@ -207,11 +207,13 @@ def test_empty_rows_and_slots(device: torch.device, plan: str | None) -> None:
     assert (got.tokens == -1).all() and (got.path == 0).all()
     assert status.tolist() == [0, 0, 0, 0, 0, sd.Status.BAD_LOGITS]
 
-    without_status = verify_into_poison(logits, tree, 2, slots=slots, plan=plan)  # then no slot number is out of range
+    without_status = verify_into_poison(
+        logits, tree, 2, slots=slots, plan=plan
+    )  # without the option, no slot number is out of range
     assert without_status.num_valid.tolist()[2] > 0
 
 
-def test_rows_do_not_depend_on_each_other(device: torch.device, plan: str | None) -> None:
+def test_verify_tree_requests_do_not_depend_on_batch(device: torch.device, plan: str | None) -> None:
     logits = torch.randn(9, 12, 50, device=device)
     trees = random_trees(logits)
     order = torch.randperm(9).tolist()
@@ -220,13 +222,13 @@ def test_rows_do_not_depend_on_each_other(device: torch.device, plan: str | None
     assert_same(permuted, sd.Accepted(*(x[order] for x in together)))
 
 
-def test_empty_batch(device: torch.device, plan: str | None) -> None:
+def test_verify_tree_accepts_empty_batch(device: torch.device, plan: str | None) -> None:
     tree = sd.Tree(*(x[:0] for x in stack([tree_of([-1, 0], [1, 2])], device)))
     got = sd.verify_tree(torch.empty(0, 2, 7, device=device), tree, 2, plan=plan)
     assert got.tokens.shape == got.path.shape == (0, 2) and got.num_valid.shape == (0,)
 
 
-def test_a_workspace_may_hold_anything(device: torch.device, plan: str | None) -> None:
+def test_verify_tree_workspace_may_hold_garbage(device: torch.device, plan: str | None) -> None:
     logits = torch.randn(2, 9, 40, device=device)
     trees = stack(random_trees(logits), device)
     want = verify_into_poison(logits, trees, 4, plan=plan)
@@ -237,19 +239,19 @@ def test_a_workspace_may_hold_anything(device: torch.device, plan: str | None) -
         assert_same(verify_into_poison(logits, trees, 4, workspace=workspace, plan=plan), want)
 
 
-def test_nodes_whose_parts_are_more_than_a_block_has_threads(device: torch.device, plan: str | None) -> None:
-    """With so large a vocabulary two blocks would share the row of each of fewer nodes."""
+def test_verify_tree_of_more_row_parts_than_block_threads(device: torch.device, plan: str | None) -> None:
+    """With fewer nodes, two blocks would share each row of so large a vocabulary."""
     logits = torch.randn(1, 300, 16384, device=device).to(torch.bfloat16)
     check(logits, random_trees(logits), 7, plan=plan)
 
 
-# The plan and how many blocks share a node's row, from sizes alone:
-# [batch, nodes, vocab, bytes of a logit, sampled, candidates were sampled, multiprocessors, Hopper or later].
+# The plan and the number of blocks per row, from sizes alone:
+# [batch, nodes, vocab, bytes of a logit, sampled, candidates were sampled, SMs, Hopper or later].
 PLANS = {
     ("at_once", 8): [
         (1, 6, 128256, 2, False, False, 132, True),
         (1, 8, 128256, 2, True, False, 132, True),
-        (1, 32, 128256, 2, False, False, 132, True),  # two on each multiprocessor
+        (1, 32, 128256, 2, False, False, 132, True),  # two on each SM
     ],
     ("at_once", 4): [
         (4, 6, 128256, 2, False, False, 132, True),
@@ -271,7 +273,7 @@ PLANS = {
         (4, 32, 128256, 2, False, False, 132, True),  # many bytes
         (1, 32, 262144, 4, False, False, 132, True),
         (5, 32, 128256, 2, True, False, 132, True),
-        (64, 6, 1000, 2, False, False, 132, True),  # more rows than multiprocessors
+        (64, 6, 1000, 2, False, False, 132, True),  # more rows than SMs
         (4, 32, 1000, 2, False, False, 108, False),
     ],
     ("rejection", 0): [
@@ -283,13 +285,13 @@ PLANS = {
 
 
 @pytest.mark.parametrize(("plan", "parts"), PLANS)
-def test_the_plan_follows_from_sizes(plan: str, parts: int) -> None:
+def test_verify_tree_plan_follows_from_sizes(plan: str, parts: int) -> None:
     for sizes in PLANS[plan, parts]:
         assert _C.verify_plan(*sizes) == (plan, parts), sizes
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-def test_plans_that_do_not_fit_are_refused() -> None:
+def test_verify_tree_refuses_plans_that_do_not_fit() -> None:
     logits = torch.zeros(2, 3, 4, device="cuda")
     tree = stack([tree_of([-1, 0, 1], [1, 2, 3])] * 2, logits.device)
     for arguments, message in (
@@ -306,7 +308,7 @@ def test_plans_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-def test_graph_replay_with_changed_inputs() -> None:
+def test_verify_tree_graph_replay_reads_changed_inputs() -> None:
     device = torch.device("cuda")
     logits = torch.randn(4, 8, 33, device=device)
     tree = stack(random_trees(logits), device)
@@ -346,7 +348,7 @@ INT = torch.int32
         ({"out": sd.Accepted(torch.zeros(2, 3, dtype=INT), torch.zeros(2, dtype=INT), torch.zeros(2, 4, dtype=INT))}, "verify_tree: out.path has shape [2, 4], expected [batch=2, accept_width=3]"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, object], message: str) -> None:
+def test_verify_tree_error_messages(change: dict[str, object], message: str) -> None:
     tree = stack([tree_of([-1, 0, 1], [1, 2, 3])] * 2, torch.device("cpu"))
     fields = {name: change.pop(name) for name in list(change) if name in sd.Tree._fields}
     arguments = {"logits": torch.zeros(2, 3, 4), "tree": tree._replace(**fields), "accept_width": 3} | change

@@ -1,4 +1,4 @@
-"""write_kv against its reference, on pools full of NaN: what must not be written is compared, too."""
+"""write_kv against its reference, on pools full of NaN: elements that must not be written are compared, too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ints(values: Any, device: torch.device | str) -> torch.Tensor:
 
 
 def check(k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, **arguments: Any) -> None:
-    """Host tensors in; the op runs on arguments["device"] over pools of the same strides."""
+    """Run the op on arguments["device"] over pools of the same strides, and compare with the reference on the host."""
     device = arguments.pop("device")
     on_device = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
     got = [pool.to(device, copy=True) for pool in (k_pool, v_pool)]
@@ -38,7 +38,9 @@ def check(k: torch.Tensor, v: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 128), (3, 64), (2, 5)])
-def test_padded_rows(device: torch.device, dtype: torch.dtype, page_size: int, heads: int, head_dim: int) -> None:
+def test_write_kv_of_padded_rows_matches_reference(
+    device: torch.device, dtype: torch.dtype, page_size: int, heads: int, head_dim: int
+) -> None:
     batch, q_len, num_slots = 5, 7, 6
     table, num_pages = page_table(num_slots, -(-40 // page_size))
     k, v = torch.randn(2, batch, q_len, heads, head_dim).to(dtype)
@@ -59,7 +61,7 @@ def test_padded_rows(device: torch.device, dtype: torch.dtype, page_size: int, h
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 5])
-def test_pools_of_8_bits(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+def test_write_kv_to_fp8_pools_matches_reference(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     table, num_pages = page_table(3, 4)
     values = torch.randn(2, 2, 7, 3, head_dim) * 10.0 ** torch.randint(-4, 4, (2, 2, 7, 3, head_dim))
     special = torch.tensor([NAN, float("inf"), -float("inf"), 0.0, -0.0, 448.0, 464.0, 465.0, 1e9, 2**-10, 3 * 2**-10])
@@ -73,8 +75,8 @@ def test_pools_of_8_bits(device: torch.device, dtype: torch.dtype, head_dim: int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_rounding_to_8_bits(device: torch.device, dtype: torch.dtype) -> None:
-    """To the nearest number, ties to the even one, from every 16-bit float."""
+def test_write_kv_rounds_to_nearest_even_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    """Cover every 16-bit float."""
     every = (
         torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.float16 if dtype == torch.float32 else dtype)
     )
@@ -85,8 +87,8 @@ def test_rounding_to_8_bits(device: torch.device, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_packed_rows(device: torch.device, page_size: int) -> None:
-    ends = ints([0, 1, 1, 38, 60], torch.device("cpu"))  # the last row belongs to nobody
+def test_write_kv_of_packed_rows_matches_reference(device: torch.device, page_size: int) -> None:
+    ends = ints([0, 1, 1, 38, 60], torch.device("cpu"))  # the last row belongs to no request
     table, num_pages = page_table(4, -(-60 // page_size))
     k, v = torch.randn(2, 61, 3, 64).to(torch.bfloat16)
     pools = [poisoned(num_pages, page_size, 3, 64, dtype=torch.bfloat16) for _ in range(2)]
@@ -95,7 +97,7 @@ def test_packed_rows(device: torch.device, page_size: int) -> None:
 
 
 @pytest.mark.sanitize
-def test_small(device: torch.device) -> None:
+def test_write_kv_matches_reference_on_small_inputs(device: torch.device) -> None:
     table, num_pages = page_table(2, 3)
     k, v = torch.randn(2, 2, 3, 1, 4)
     pools = [poisoned(num_pages, 2, 1, 4) for _ in range(2)]
@@ -103,7 +105,7 @@ def test_small(device: torch.device) -> None:
     check(k, v, *pools, page_table=table, prefix_lens=prefix_lens, num_valid=num_valid, device=device)
 
 
-def test_more_rows_than_the_grid(device: torch.device) -> None:
+def test_write_kv_of_more_rows_than_grid(device: torch.device) -> None:
     table, num_pages = page_table(600, 20)
     k, v = torch.randn(2, 600, 70, 1, 2)
     pools = [poisoned(num_pages, 4, 1, 2) for _ in range(2)]
@@ -111,8 +113,8 @@ def test_more_rows_than_the_grid(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2, 4])
-def test_strided_and_unaligned(device: torch.device, shift: int) -> None:
-    """One layer of a pool of layers, heads in front of rows in k, v a slice of a fused projection."""
+def test_write_kv_of_strided_unaligned_tensors_matches_reference(device: torch.device, shift: int) -> None:
+    """A layer of a pool of layers, heads before rows in k, v a slice of a fused projection."""
     table, num_pages = page_table(3, 4)
     table = table.to(device)
     fused = torch.randn(3, 5, 3, 3 * 8 + 8, device=device).to(torch.float16)
@@ -129,7 +131,7 @@ def test_strided_and_unaligned(device: torch.device, shift: int) -> None:
 
 
 def refuse(device: torch.device, **changes: Any) -> tuple[list[int], list[int]]:
-    """Two requests of two rows into slots of two pages of two rows, with one argument bent: (status, rows written)."""
+    """Return (status, rows written) of two requests of two rows, pages of two rows, with one argument changed."""
     k = torch.ones(2, 2, 1, 2, device=device)
     pools = [poisoned(4, 2, 1, 2).to(device) for _ in range(2)]
     arguments = {
@@ -150,8 +152,8 @@ WILD = [-1, 4, 2**31 - 1, -(2**31)]
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("wild", WILD)
-def test_bad_data_is_refused_row_by_row(device: torch.device, wild: int) -> None:
-    other = [5, 6]  # what slot 1 writes, undisturbed
+def test_write_kv_refuses_bad_data_row_by_row(device: torch.device, wild: int) -> None:
+    other = [5, 6]  # the rows of slot 1, unaffected
     assert refuse(device) == ([0, 0], [1, 2, *other])
     assert refuse(device, page_table=[[0, wild], [2, 3]]) == ([BAD_PAGE, 0], [1, *other])
     assert refuse(device, page_table=[[wild, 1], [2, 3]]) == ([BAD_PAGE, 0], [2, *other])
@@ -160,9 +162,9 @@ def test_bad_data_is_refused_row_by_row(device: torch.device, wild: int) -> None
 
 
 @pytest.mark.sanitize
-def test_refusals(device: torch.device) -> None:
+def test_write_kv_reports_status_of_refused_rows(device: torch.device) -> None:
     other = [5, 6]
-    assert refuse(device, prefix_lens=[3, 1]) == ([BAD_LENGTH, 0], [3, *other]), "the second row is behind the table"
+    assert refuse(device, prefix_lens=[3, 1]) == ([BAD_LENGTH, 0], [3, *other]), "the second row is beyond the table"
     assert refuse(device, prefix_lens=[-1, 1], row_offset=1) == ([BAD_LENGTH, 0], [6, 7])
     assert refuse(device, row_offset=-2) == ([BAD_LENGTH, BAD_LENGTH], [0, 4])
     assert refuse(device, row_offset=2**31 - 1) == ([BAD_LENGTH, BAD_LENGTH], [])
@@ -186,11 +188,13 @@ def test_refusals(device: torch.device) -> None:
     ],
     ids=str,
 )
-def test_bounds_of_packed_rows(device: torch.device, ends: list[int], want: tuple[list[int], list[int]]) -> None:
+def test_write_kv_of_invalid_packed_ends_stays_in_bounds(
+    device: torch.device, ends: list[int], want: tuple[list[int], list[int]]
+) -> None:
     assert refuse(device, cu_seqlens_q=ends) == want
 
 
-def test_rows_in_any_order_of_requests(device: torch.device) -> None:
+def test_write_kv_does_not_depend_on_request_order(device: torch.device) -> None:
     table, num_pages = page_table(5, 4)
     k = torch.randn(5, 3, 2, 8, device=device)
     order = torch.randperm(5)
@@ -203,7 +207,7 @@ def test_rows_in_any_order_of_requests(device: torch.device) -> None:
     assert_same_bytes(results[0], results[1])
 
 
-def test_empty_batch_and_no_rows(device: torch.device) -> None:
+def test_write_kv_accepts_empty_batch_and_no_rows(device: torch.device) -> None:
     table, pool = ints([[0]], device), poisoned(1, 2, 1, 4).to(device)
     none, one = torch.empty(0, 3, 1, 4, device=device), torch.empty(1, 0, 1, 4, device=device)
     sd.write_kv(none, none, pool, pool.clone(), table, ints([0], device))
@@ -214,7 +218,7 @@ def test_empty_batch_and_no_rows(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_graph_replay_with_changed_inputs() -> None:
+def test_write_kv_graph_replay_reads_changed_inputs() -> None:
     device, host = torch.device("cuda"), torch.device("cpu")
     table, num_pages = page_table(2, 4)
     k, pool = torch.randn(2, 3, 1, 8, device=device), poisoned(num_pages, 4, 1, 8).to(device)
@@ -252,7 +256,7 @@ def test_graph_replay_with_changed_inputs() -> None:
         ({"page_refs": torch.zeros(4, dtype=INT)}, "write_kv: page_refs has shape [4], expected [num_pages=5]"),
     ],
 )  # fmt: skip
-def test_messages(change: dict[str, object], message: str) -> None:
+def test_write_kv_error_messages(change: dict[str, object], message: str) -> None:
     k, pool, lens = torch.zeros(2, 3, 1, 4), torch.zeros(5, 2, 1, 4), torch.zeros(2, dtype=INT)
     table = torch.zeros(2, 4, dtype=INT)
     arguments = {"k": k, "v": k, "k_pool": pool, "v_pool": pool, "page_table": table, "prefix_lens": lens} | change

@@ -1,4 +1,4 @@
-"""Benchmarks that others wrote run against the server, where they are installed: `pip install guidellm`, `aiperf` or `vllm`."""
+"""Third-party benchmarks against the server, where they are installed: `pip install guidellm`, `aiperf` or `vllm`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENIZER = str(tiny_model("target"))
 
 
 @pytest.mark.skipif(GUIDELLM is None, reason="guidellm is not installed")
-def test_guidellm(tmp_path: Path) -> None:
+def test_guidellm_benchmark_runs(tmp_path: Path) -> None:
     assert GUIDELLM is not None
     with serving(make_engine("chain", max_len=256)) as running:
         options = {
@@ -40,7 +40,7 @@ def test_guidellm(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(AIPERF is None, reason="aiperf is not installed")
 @pytest.mark.parametrize("kind", ["chat", "completions"])
-def test_aiperf(kind: str, tmp_path: Path) -> None:
+def test_aiperf_benchmark_runs(kind: str, tmp_path: Path) -> None:
     assert AIPERF is not None
     with serving(make_engine("chain", max_len=256)) as running:
         command = [AIPERF, "profile", "-m", NAME, "-u", f"http://127.0.0.1:{running.port}", "--endpoint-type", kind]
@@ -58,7 +58,7 @@ def test_aiperf(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "path"), [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")], ids=["text", "chat"]
 )
-def test_vllm_bench_serve(backend: str, path: str, tmp_path: Path) -> None:
+def test_vllm_bench_serve_runs(backend: str, path: str, tmp_path: Path) -> None:
     assert VLLM is not None
     with serving(make_engine("chain", max_len=256, adaptive=False)) as running:
         command = [VLLM, "bench", "serve", "--backend", backend, "--endpoint", path, "--model", NAME]
@@ -70,5 +70,5 @@ def test_vllm_bench_serve(backend: str, path: str, tmp_path: Path) -> None:
         subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
         found = json.loads((tmp_path / "run.json").read_text())
         assert found["completed"] == 12 and found["total_output_tokens"] == 192
-        assert found["spec_decode_draft_tokens"] > 0  # as it read them from /metrics
+        assert found["spec_decode_draft_tokens"] > 0  # read from /metrics
         assert found["spec_decode_acceptance_length"] > 1

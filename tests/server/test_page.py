@@ -1,4 +1,4 @@
-"""The page at `/`: what a person sees while both texts arrive, in headless Chromium; and that it needs nothing else."""
+"""The page at `/` in headless Chromium while both texts arrive; it depends on this server alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
         yield page
 
 
-def test_it_is_one_file_that_asks_this_server_alone(server: Running) -> None:
+def test_page_is_one_file_that_requests_this_server_only(server: Running) -> None:
     status, headers, body = server.ask("/")
     assert (status, body) == (200, PAGE.read_bytes())
     assert headers["Content-Security-Policy"].startswith("default-src 'self';")
@@ -46,7 +46,7 @@ def test_it_is_one_file_that_asks_this_server_alone(server: Running) -> None:
 
 @needs_chromium
 @pytest.mark.parametrize("order", ["together", "turns"])
-def test_both_texts_arrive(server: Running, page: Page, order: str) -> None:
+def test_page_shows_both_texts(server: Running, page: Page, order: str) -> None:
     (want,) = server.engine.generate(PROMPT, SamplingParams(60))
     page.open(f"http://127.0.0.1:{server.port}/")
     page.wait_for("element('prompt').value !== ''")
@@ -70,7 +70,7 @@ def test_both_texts_arrive(server: Running, page: Page, order: str) -> None:
 
 
 @needs_chromium
-def test_a_link_runs_at_once_and_can_be_stopped(server: Running, page: Page) -> None:
+def test_page_link_runs_at_once_and_stops(server: Running, page: Page) -> None:
     page.open(f"http://127.0.0.1:{server.port}/#prompt={quote(PROMPT)}&tokens=100000&mode=text")
     page.wait_for("Number(element('on').querySelector('.count').textContent) > 10")
     page.value("element('run').click()")
@@ -80,7 +80,7 @@ def test_a_link_runs_at_once_and_can_be_stopped(server: Running, page: Page) -> 
 
 
 @needs_chromium
-def test_errors_are_shown(page: Page) -> None:
+def test_page_shows_errors(page: Page) -> None:
     with serving(make_engine(), api_key="secret") as running:
         page.open(f"http://127.0.0.1:{running.port}/#prompt=x")
         page.wait_for("document.querySelectorAll('.error').length === 2")
@@ -90,8 +90,8 @@ def test_errors_are_shown(page: Page) -> None:
 
 
 @needs_chromium
-def test_what_a_model_says_is_text(page: Page) -> None:
-    """Tags in it are shown, not obeyed."""
+def test_page_escapes_model_output(page: Page) -> None:
+    """Tags in the text are shown, not interpreted."""
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     with serving(make_engine(max_len=512), chat_template=template) as running:
         prompt = quote('x = "<b>bold</b>"\n' * 8)

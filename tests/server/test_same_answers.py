@@ -1,10 +1,10 @@
-"""A server's answers are the same bytes with speculation and without, whatever happens to a request on its way.
+"""A server's answers are the same bytes with and without speculation, whatever happens to a request.
 
-Every situation of a request is asked of a server with each kind of draft, many requests at once, greedy and drawn, as a
-stream and whole; and of a server that drafts nothing, with pages for all. Only a near-tie may part two answers: it is
-printed with its margin, which has to be what roundoff explains.
+Every situation runs on a server with each kind of draft (many requests at once, greedy and sampled, streamed and not)
+and on a server that drafts nothing, with pages for all. Two answers may differ only from a near-tie on, which is printed
+with its margin; roundoff must explain the margin.
 
-SPECDEC_SOAK=20000 pytest -m soak repeats all of it with other prompts and seeds, as often as that takes requests.
+SPECDEC_SOAK=20000 pytest -m soak repeats all situations with other prompts and seeds, up to that many requests.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ MAX_LEN, PAGE_SIZE, NUM_SLOTS = 256, 4, 6
 SMALL = -(-(MAX_LEN + 64) // PAGE_SIZE)  # pages of one long request
 ROOMY = 800
 CLIENTS = 8
-LOGPROB_NOISE = 1e-3  # what float32 logits of other shapes change in a log-probability
-WAVES = max(1, int(os.environ.get("SPECDEC_SOAK", 0)) // 400)  # each of some 100 requests with each draft
+LOGPROB_NOISE = 1e-3  # roundoff of a log-probability between float32 logits of different shapes
+WAVES = max(1, int(os.environ.get("SPECDEC_SOAK", 0)) // 400)  # each has about 100 requests with each draft
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -73,7 +73,7 @@ TURN: dict[str, Any] = {
 
 @dataclass
 class Ask:
-    """A body to send; `leaves_at`: the client goes away when it has read so many bytes of the stream."""
+    """A body to send; the client leaves after reading `leaves_at` bytes of the stream."""
 
     path: str
     body: dict[str, Any]
@@ -82,19 +82,19 @@ class Ask:
 
 @dataclass
 class Answer:
-    """What was said in each choice and how it ended; the log-probabilities of its tokens; tokens of prompt and text."""
+    """Message and finish reason of each choice, log-probabilities of its tokens, and usage (prompt, completion)."""
 
     choices: list[dict[str, Any]]
     logprobs: list[list[float]]
     usage: tuple[int, int] | None
 
 
-Key = tuple[int, int]  # the seed of a request, which no other has, and its prompt's place in the body
+Key = tuple[int, int]  # the seed of a request, which is unique, and the index of its prompt in the body
 
 
 @dataclass
 class Server:
-    """A server, and the requests that it was asked for."""
+    """A server, and the requests that it received."""
 
     running: Running
     requests: dict[Key, AsyncRequest] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Server:
         server._submit = noted
 
     def ask(self, asks: Sequence[Ask]) -> list[Answer | None]:
-        """All at once; None of those that went away."""
+        """Send all at once; return None for clients that left."""
         with ThreadPoolExecutor(CLIENTS) as clients:
             return list(clients.map(self.ask_one, asks))
 
@@ -128,7 +128,7 @@ class Server:
 
 
 class Plain(Server):
-    """One that knows what it has answered before."""
+    """A server that remembers its answers."""
 
     @functools.cached_property
     def known(self) -> dict[str, Answer | None]:
@@ -150,7 +150,7 @@ def whole(answer: bytes) -> Answer:
 
 
 def joined(answer: bytes) -> Answer:
-    """The deltas of a stream, as if the answer had come at once."""
+    """Return a stream's deltas as one whole answer."""
     messages: dict[int, dict[str, Any]] = {}
     reasons: dict[int, str | None] = {}
     scores: dict[int, list[tuple[str, float]]] = {}
@@ -161,7 +161,7 @@ def joined(answer: bytes) -> Answer:
         usage = event.get("usage") or usage
         for choice in event["choices"]:
             index = choice["index"]
-            assert reasons.get(index) is None, "nothing comes behind the end"
+            assert reasons.get(index) is None, "nothing comes after the end"
             reasons[index] = choice["finish_reason"]
             message = messages.setdefault(index, {"content": ""})
             delta = choice.get("delta") or {"content": choice.get("text")}
@@ -173,7 +173,7 @@ def joined(answer: bytes) -> Answer:
 
 
 def scored(choice: dict[str, Any]) -> list[tuple[str, float]]:
-    """Tokens and their log-probabilities, where they were asked for."""
+    """Return tokens and their log-probabilities, if the answer has them."""
     given = choice.get("logprobs") or {}
     if "content" in given:
         return [(entry["token"], entry["logprob"]) for entry in given["content"]]
@@ -195,7 +195,7 @@ def made_of(messages: list[Any], reasons: list[Any], scores: list[Any], usage: d
 
 
 class Masked(nn.Module):
-    """The reference as transformers runs it, with what a request's grammar forbids left out."""
+    """The reference model of transformers, with tokens that a request's grammar forbids masked."""
 
     def __init__(self, sampling: SamplingParams, text: list[int]) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def compiler() -> Any:
 
 
 def margin_between(a: AsyncRequest, b: AsyncRequest) -> float:
-    """Where two texts of one request part: how close the two tokens are there."""
+    """Return how close the two tokens are where two texts of one request first differ."""
     ours, theirs = a.output.tokens, b.output.tokens
     same = next(i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
     parted = difference(Masked(a.params, ours[:same]), a.output.prompt_tokens, (ours, theirs), a.params)
@@ -232,7 +232,7 @@ def margin_between(a: AsyncRequest, b: AsyncRequest) -> float:
 
 @dataclass
 class Pair:
-    """A server that speculates beside one that does not, which is asked the same."""
+    """A speculating server and one that does not speculate; both get the same requests."""
 
     speculating: Server
     plain: Plain
@@ -240,7 +240,7 @@ class Pair:
     near_ties: list[str] = field(default_factory=list)
 
     def ask(self, asks: Sequence[Ask]) -> list[Answer]:
-        """The answers with speculation to those who stay: each is the one without, or parts from it by a near-tie."""
+        """Return the answers of clients that stayed; each equals the plain answer, or differs from a near-tie on."""
         answers = self.speculating.ask(asks)
         wanted = self.plain.ask([Ask(ask.path, ask.body | {"stream": False}) for ask in asks])
         for ask, answer, want in zip(asks, answers, wanted, strict=True):
@@ -250,7 +250,7 @@ class Pair:
             others = 0
             for place, key in enumerate(keys):
                 ours, theirs = self.speculating.requests[key], self.plain.requests[key]
-                if answer is None:  # what it had when it went away is how the text begins
+                if answer is None:  # the part that it read is a prefix of the text
                     wait_for(ours.done)
                     same = ours.output.tokens == theirs.output.tokens[: len(ours.output.tokens)]
                 else:
@@ -277,7 +277,7 @@ class Pair:
 
 
 def keys_of(ask: Ask) -> list[Key]:
-    """Of an answer's choices, in their order."""
+    """Return the keys of an answer's choices, in order."""
     prompt, seed = ask.body.get("prompt"), ask.body["seed"]
     count = len(prompt) if isinstance(prompt, list) and isinstance(prompt[0], list) else 1
     return [(seed + sample, place) for place in range(count) for sample in range(ask.body.get("n", 1))]
@@ -288,7 +288,7 @@ def keys_of(ask: Ask) -> list[Key]:
 
 @dataclass
 class Asker:
-    """Makes bodies, each with a seed of its own."""
+    """Builds bodies, each with a seed of its own."""
 
     rng: random.Random
     seeds: Iterator[int]
@@ -311,11 +311,11 @@ class Asker:
         return {"seed": seed} | SAMPLINGS[seed // SEEDS_EACH % len(SAMPLINGS)] | stream
 
 
-SEEDS_EACH = 10  # the samples of a prompt have those that follow its own
+SEEDS_EACH = 10  # the samples of a prompt have the seeds after its own
 
 
 def prefix_hit(pair: Pair, asker: Asker) -> None:
-    """Prompts that begin alike, and the same again."""
+    """Send prompts with a common prefix, then send them again."""
     starts = [prompt[:37] for prompt in held_out("code")[:2]]
     prompts = [[*asker.rng.choice(starts), *asker.prompt(1, 9)] for _ in range(6)]
     pair.ask([asker.completion(prompt) for prompt in prompts])
@@ -323,7 +323,7 @@ def prefix_hit(pair: Pair, asker: Asker) -> None:
 
 
 def multi_turn(pair: Pair, asker: Asker) -> None:
-    """Each turn goes on from what was answered."""
+    """Continue from the previous answer in each turn."""
     conversations = [[{"role": "user", "content": tokenizer().decode(asker.prompt(2, 20))}] for _ in range(6)]
     for _ in range(3):
         answers = pair.ask([asker.chat(messages, 16) for messages in conversations])
@@ -333,7 +333,7 @@ def multi_turn(pair: Pair, asker: Asker) -> None:
 
 
 def preemption(pair: Pair, asker: Asker) -> None:
-    """More at once than the pages hold, so that some go back to the queue and come again."""
+    """Send more requests than the pages hold, so that some are preempted and resume."""
     prompts = [asker.prompt(20, 60) for _ in range(6)]
     pair.ask(
         [asker.completion(prompts, 50, ignore_eos=True, **kind) for kind in ({"temperature": 0}, {"temperature": 0.9})]
@@ -341,7 +341,7 @@ def preemption(pair: Pair, asker: Asker) -> None:
 
 
 def empty_drafts(pair: Pair, asker: Asker) -> None:
-    """Tokens in an order that nothing has seen, of one token or two, and requests that want few drafts or none."""
+    """Send random tokens, prompts of one or two tokens, and requests that want few drafts or none."""
     vocab = reference_model().config.vocab_size
     prompts = [asker.rng.sample(range(vocab), asker.rng.choice([1, 2, 9])) for _ in range(8)]
     wishes: list[Any] = ["off", 1, 2, "on"]
@@ -350,7 +350,7 @@ def empty_drafts(pair: Pair, asker: Asker) -> None:
 
 
 def tools_and_schemas(pair: Pair, asker: Asker) -> None:
-    """Texts that are held to a form, beside others that are not."""
+    """Send requests with grammars together with others."""
     schema = {"type": "json_schema", "json_schema": {"name": "shapes", "schema": SHAPES}}
     call = '<tool_call>{"name": "draw", "arguments": {"width": 3}}</tool_call>\n'
     answers = pair.ask(
@@ -377,13 +377,13 @@ def tools_and_schemas(pair: Pair, asker: Asker) -> None:
 
 
 def greedy_and_sampled(pair: Pair, asker: Asker) -> None:
-    """Every kind of draw beside every other, ends of all kinds."""
+    """Send every kind of sampling in one batch, with every kind of ending."""
     ends: list[dict[str, Any]] = [{}, {"stop": ["):", "="]}, {"logprobs": 2}, {"ignore_eos": True}, {"min_tokens": 9}]
     pair.ask([asker.completion(**ends[i % 5]) for i in range(12)])
 
 
 def cancels(pair: Pair, asker: Asker) -> None:
-    """Clients that go away amid others that stay."""
+    """Send requests of which some are cancelled."""
     asks = [asker.completion(most=30 + 60 * (i % 2), ignore_eos=True, stream=True) for i in range(12)]
     for i in range(1, 12, 2):
         asks[i].leaves_at = asker.rng.choice([1, 300, 2000])
@@ -391,7 +391,7 @@ def cancels(pair: Pair, asker: Asker) -> None:
 
 
 def samples(pair: Pair, asker: Asker) -> None:
-    """Several choices of a prompt, and of several prompts."""
+    """Send requests for several choices of one prompt and of several prompts."""
     pair.ask(
         [
             asker.chat(most=16, n=3, temperature=1.0, logprobs=True),
@@ -475,13 +475,13 @@ def pair(request: pytest.FixtureRequest, plain: Plain, where: torch.device) -> I
 
 
 def asker(name: str, wave: int = 0) -> Asker:
-    """The same bodies for every draft."""
+    """Return an asker with the same bodies for every draft."""
     place = list(SITUATIONS).index(name)
     return Asker(random.Random(f"{name} {wave}"), itertools.count(10**6 * (1 + place + 10 * wave), SEEDS_EACH))
 
 
 @pytest.mark.parametrize("name", [name for name in SITUATIONS if name != "preemption"])
-def test_speculation_changes_no_byte(name: str, pair: Pair) -> None:
+def test_server_answers_do_not_depend_on_speculation(name: str, pair: Pair) -> None:
     before, ties = pair.speculating.running.engine.stats(), len(pair.near_ties)
     SITUATIONS[name](pair, asker(name))
     stats = pair.speculating.running.engine.stats() - before
@@ -490,7 +490,7 @@ def test_speculation_changes_no_byte(name: str, pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("draft", thinned(DRAFTS, {"union", "standalone"}.__contains__))
-def test_preemption(draft: str, plain: Plain, where: torch.device) -> None:
+def test_server_answers_do_not_depend_on_preemption(draft: str, plain: Plain, where: torch.device) -> None:
     engine = make_engine(DRAFTS[draft](), where, num_pages=SMALL)
     with running(Server, engine) as server:
         pair = Pair(server, plain)
@@ -500,8 +500,8 @@ def test_preemption(draft: str, plain: Plain, where: torch.device) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("draft", DRAFTS if "SPECDEC_SOAK" in os.environ else ("union", "standalone"))
-def test_everything_at_once(draft: str, plain: Plain, where: torch.device) -> None:
-    """In a pool that is too small, with a cache, and as many nodes a round as the engine likes, which may be none."""
+def test_server_answers_of_all_situations_at_once(draft: str, plain: Plain, where: torch.device) -> None:
+    """The pool is too small, the prefix cache is on, and the engine chooses the tree size, also 0."""
     engine = make_engine(DRAFTS[draft](), where, num_pages=SMALL, prefix_cache=True, adaptive=True)
     with running(Server, engine) as server, ThreadPoolExecutor(len(SITUATIONS)) as threads:
         pair = Pair(server, plain)

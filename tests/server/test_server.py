@@ -1,4 +1,4 @@
-"""The server, asked by OpenAI's own client: texts are the engine's, and what is not supported is refused by name."""
+"""The server, with OpenAI's own client: texts equal the engine's, and unsupported fields are refused by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def messages(text: str = TEXT) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    engine = make_engine("chain", max_len=1024, num_slots=4, adaptive=False, prefix_cache=True)  # as the command has it
+    engine = make_engine("chain", max_len=1024, num_slots=4, adaptive=False, prefix_cache=True)  # the command's default
     with serving(engine, max_queued=4, max_n=3) as running:
         yield running
 
@@ -64,8 +64,8 @@ def client(server: Running) -> Iterator[OpenAI]:
 
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_texts_are_the_engines(name: str, stream: bool) -> None:
-    """Greedy and drawn, with any draft, speculation on and off."""
+def test_completion_texts_equal_the_engine(name: str, stream: bool) -> None:
+    """Greedy and sampled, with every draft, speculation on and off."""
     ways = [
         {"temperature": 0},
         {"temperature": 0.9, "top_p": 0.95, "seed": 7, "extra_body": {"top_k": 50, "min_p": 0.01}},
@@ -92,8 +92,8 @@ def test_texts_are_the_engines(name: str, stream: bool) -> None:
         expect_nothing_left(engine)
 
 
-def test_a_chat(server: Running, client: OpenAI) -> None:
-    """Of its template's tokens, whole and streamed, with what was used."""
+def test_chat_uses_template_and_reports_usage(server: Running, client: OpenAI) -> None:
+    """Whole and streamed answers."""
     (want,) = server.engine.generate(TEXT + "\n", SamplingParams(40))
     got = client.chat.completions.create(model=NAME, messages=messages(), max_completion_tokens=40)
     assert (got.choices[0].message.role, got.choices[0].message.content) == ("assistant", want.text)
@@ -138,8 +138,8 @@ def test_a_chat(server: Running, client: OpenAI) -> None:
     assert counts == sorted(counts) and counts[-2:] == [40, 40]
 
 
-def test_a_stream_does_not_wait_for_the_end(server: Running, client: OpenAI) -> None:
-    """Nor does it send a token alone that came with others, as all but the first do."""
+def test_stream_sends_tokens_as_they_come(server: Running, client: OpenAI) -> None:
+    """All tokens of one round arrive in one event."""
     (want,) = server.engine.generate(TEXT, SamplingParams(400, ignore_eos=True))
     stream = client.completions.create(
         model=NAME, prompt=TEXT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
@@ -148,15 +148,15 @@ def test_a_stream_does_not_wait_for_the_end(server: Running, client: OpenAI) -> 
     assert "".join(texts) == want.text and 3 < sum(map(bool, texts)) <= 1 + want.stats.rounds
 
 
-def test_content_in_parts(server: Running, client: OpenAI) -> None:
+def test_chat_accepts_content_in_parts(server: Running, client: OpenAI) -> None:
     (want,) = server.engine.generate("import os\nimport re\n", SamplingParams(8))
     parts: list[Any] = [{"type": "text", "text": "import os"}, {"type": "text", "text": "import re"}]
     got = client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": parts}], max_tokens=8)
     assert got.choices[0].message.content == want.text
 
 
-def test_several_prompts_and_choices(server: Running, client: OpenAI) -> None:
-    """Choices of a prompt have seeds one after the other; a prompt's tokens count once."""
+def test_completion_of_several_prompts_and_choices(server: Running, client: OpenAI) -> None:
+    """The choices of a prompt have consecutive seeds; the prompt's tokens count once."""
     texts = ["import os\n", "def area("]
     params = [SamplingParams(12, temperature=1.0, seed=seed) for seed in (5, 6, 7)]
     want = [output.text for text in texts for output in server.engine.generate([text] * 3, params)]
@@ -177,8 +177,8 @@ def test_several_prompts_and_choices(server: Running, client: OpenAI) -> None:
     assert again == want[:2]
 
 
-def test_prompts_that_begin_alike_are_prefilled_once(server: Running, client: OpenAI) -> None:
-    """The choices of one prompt, and what goes on from its text: by rows that are prefilled, in usage and in metrics."""
+def test_server_prefills_shared_prefixes_once(server: Running, client: OpenAI) -> None:
+    """Choices of one prompt and continuations of its text share rows, in usage and in metrics."""
     rows: list[int] = []
     prefill = server.engine.core.executor.prefill
 
@@ -217,7 +217,7 @@ def test_prompts_that_begin_alike_are_prefilled_once(server: Running, client: Op
 
 
 @pytest.mark.parametrize("stop", ["self", ["):", "\n\n", "zzz"], ["= ", "_test(self, y):\n   "], "x = y\n\n    d"])
-def test_stop_strings_cut_exactly(server: Running, client: OpenAI, stop: str | list[str]) -> None:
+def test_stop_strings_cut_text_exactly(server: Running, client: OpenAI, stop: str | list[str]) -> None:
     prompt = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def "
     (want,) = server.engine.generate(prompt, SamplingParams(60, stop=stop))
     whole = client.completions.create(model=NAME, prompt=prompt, max_tokens=60, stop=stop)
@@ -228,8 +228,8 @@ def test_stop_strings_cut_exactly(server: Running, client: OpenAI, stop: str | l
     assert "".join(chunk.choices[0].text for chunk in stream) == want.text
 
 
-def test_the_end_of_a_text(server: Running, client: OpenAI) -> None:
-    """Stop tokens end it, beside the model's own; they count, and are no text."""
+def test_stop_tokens_end_text(server: Running, client: OpenAI) -> None:
+    """They end it in addition to the model's own; they count as tokens and are not in the text."""
     (free,) = server.engine.generate(TEXT, SamplingParams(20))
     stop = free.tokens[8]
     (want,) = server.engine.generate(TEXT, SamplingParams(20, stop_token_ids=[stop]))
@@ -242,7 +242,7 @@ def test_the_end_of_a_text(server: Running, client: OpenAI) -> None:
     assert got.usage is not None and got.usage.completion_tokens >= 15
 
 
-def test_penalties_and_biases(server: Running, client: OpenAI) -> None:
+def test_completion_with_penalties_and_biases(server: Running, client: OpenAI) -> None:
     (plain,) = server.engine.generate(TEXT, SamplingParams(30))
     biases = {plain.tokens[0]: -100.0, plain.tokens[3]: 5.0}
     params = SamplingParams(30, presence_penalty=0.5, frequency_penalty=1.5, repetition_penalty=1.2, logit_bias=biases)
@@ -259,14 +259,14 @@ def test_penalties_and_biases(server: Running, client: OpenAI) -> None:
     assert got.choices[0].text == want.text != plain.text
 
 
-def test_a_chat_goes_on_to_the_end_of_the_context(server: Running, client: OpenAI) -> None:
+def test_chat_runs_to_end_of_context(server: Running, client: OpenAI) -> None:
     prompt = list(range(1, 1001))
     got = client.completions.create(model=NAME, prompt=prompt, max_tokens=LONG, extra_body={"ignore_eos": True})
     assert got.usage is not None
     assert (got.usage.total_tokens, got.choices[0].finish_reason) == (1024, "length")
 
 
-def test_logprobs(server: Running, client: OpenAI) -> None:
+def test_completion_and_chat_return_logprobs(server: Running, client: OpenAI) -> None:
     (want,) = server.engine.generate(TEXT + "\n", SamplingParams(12, logprobs=3))
     assert want.logprobs is not None
     text_of = token_texts(tokenizer().backend_tokenizer)
@@ -293,8 +293,8 @@ def test_logprobs(server: Running, client: OpenAI) -> None:
     assert plain.top_logprobs == [{text_of(t).text: p for t, p in one.top} for one in want.logprobs]
 
 
-def test_no_delta_splits_a_character(server: Running, client: OpenAI) -> None:
-    """A prompt of characters with many bytes, and draws hot enough for any byte to follow another."""
+def test_stream_never_splits_a_character(server: Running, client: OpenAI) -> None:
+    """The prompt has multi-byte characters; the temperature lets any byte follow any other."""
     prompt = "# 日本語 héllo 🎉 ñandú\n" * 3
     for seed in range(5):
         given: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 60, "temperature": 1.4, "seed": seed}
@@ -303,8 +303,8 @@ def test_no_delta_splits_a_character(server: Running, client: OpenAI) -> None:
         assert "".join(deltas) == whole and whole.encode()
 
 
-def test_rounds_of_a_stream(server: Running, client: OpenAI) -> None:
-    """Which text was drafted and accepted: as much of it as the counts say."""
+def test_stream_reports_drafted_text_by_round(server: Running, client: OpenAI) -> None:
+    """The pieces' accepted counts equal those of the usage."""
     options: Any = {"include_usage": True, "include_rounds": True}
     prompt = "x = [1, 2, 3]\n" * 4
     *chunks, last = client.completions.create(
@@ -324,11 +324,11 @@ def test_rounds_of_a_stream(server: Running, client: OpenAI) -> None:
 # --- tools
 
 
-# Nothing between two messages: the tiny model copies what it has just read.
+# Nothing between two messages: the tiny model copies the text before.
 COPIES = {"chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}"}
 
 
-def test_tools_in_the_format_of_hermes() -> None:
+def test_tools_in_hermes_format() -> None:
     prompt = messages(CALL * 6 + "I say:")
     given: dict[str, Any] = {"model": NAME, "messages": prompt, "max_tokens": 50, "stop": "\n{", "tools": [AREA]}
     with serving(make_engine(max_len=512), **COPIES) as running, running.client() as client:
@@ -350,7 +350,7 @@ def test_tools_in_the_format_of_hermes() -> None:
         assert after.message.content is not None
 
 
-def test_tools_in_the_format_of_llama() -> None:
+def test_tools_in_llama_format() -> None:
     text = '{"name": "area", "parameters": {"width": 3}}\n'
     given: dict[str, Any] = {"model": NAME, "messages": messages(text * 4), "max_tokens": 40, "tools": [AREA]}
     with serving(make_engine(max_len=512), tool_parser="llama3", **COPIES) as running, running.client() as client:
@@ -371,14 +371,14 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Running]:
-    """An engine whose requests may have grammars, and predictions."""
+    """Yield a server whose engine supports grammars and predictions."""
     pytest.importorskip("xgrammar")
     with serving(make_engine("union", max_len=512, adaptive=False, grammars=True)) as running:
         yield running
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_texts_to_a_schema(strict: Running, temperature: float) -> None:
+def test_response_format_constrains_text(strict: Running, temperature: float) -> None:
     given: dict[str, Any] = {"model": NAME, "messages": messages(), "temperature": temperature, "seed": 4}
     form: Any = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SCHEMA, "strict": True}}
     params = SamplingParams(300, temperature=temperature, seed=4, json_schema=SCHEMA)
@@ -412,8 +412,8 @@ def test_texts_to_a_schema(strict: Running, temperature: float) -> None:
     strict.wait_until_idle()
 
 
-def test_forced_tools(strict: Running) -> None:
-    """The one that is named, or any; streamed, too."""
+def test_forced_tool_choice_calls_tool(strict: Running) -> None:
+    """The named tool or any tool; streamed too."""
     draw: dict[str, Any] = {"type": "function", "function": {"name": "draw", "parameters": SCHEMA}}
     turn: dict[str, Any] = {"type": "function", "function": {"name": "turn", "parameters": SCHEMA}}
     given: dict[str, Any] = {"model": NAME, "messages": messages(), "max_tokens": 300, "tools": [draw, turn]}
@@ -435,7 +435,7 @@ def test_forced_tools(strict: Running) -> None:
     strict.wait_until_idle()
 
 
-def test_a_prediction(strict: Running) -> None:
+def test_prediction_keeps_text(strict: Running) -> None:
     """The text is the same."""
     text = strict.engine.generate(TEXT + "\n", SamplingParams(60))[0].text or ""
     given: dict[str, Any] = {"model": NAME, "messages": messages(), "max_tokens": 60, "seed": 1}
@@ -449,7 +449,7 @@ def test_a_prediction(strict: Running) -> None:
     strict.wait_until_idle()
 
 
-def test_what_is_refused_of_grammars(strict: Running, server: Running) -> None:
+def test_grammar_error_messages(strict: Running, server: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
     status, message, param = strict.error(CHAT, {"messages": messages(), "response_format": form})
     assert (status, param) == (400, "response_format") and message.startswith("response_format does not compile: ")
@@ -486,8 +486,8 @@ HERMES = '<tool_call>{"name": "area", "arguments": {"a": "</tool_call>"}}</tool_
         ("llama3", "text {}", ["text {}"]),
     ],
 )  # fmt: skip
-def test_calls_in_text(format: str, text: str, want: list[str]) -> None:
-    """However the text is cut into pieces."""
+def test_tool_call_parser_of_any_chunks(format: str, text: str, want: list[str]) -> None:
+    """The result does not depend on how the text is cut into chunks."""
     for size in (1, 2, 7, len(text)):
         parser = PARSERS[format](["area"])
         found = [item for at in range(0, len(text), size) for item in parser.push(text[at : at + size])]
@@ -504,7 +504,7 @@ def test_calls_in_text(format: str, text: str, want: list[str]) -> None:
         assert "".join(merged) == "".join(want) and len(found) >= len(want)
 
 
-def test_the_format_follows_from_the_template() -> None:
+def test_tool_format_follows_from_template() -> None:
     assert parser_for("{{ tools }} <tool_call>") == "hermes"
     assert parser_for('{"name": function name, "parameters": dictionary}') == "llama3"
     assert parser_for("") == "hermes"
@@ -514,7 +514,7 @@ def test_the_format_follows_from_the_template() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_characters_wait_for_their_bytes(size: int) -> None:
+def test_text_stream_holds_incomplete_characters(size: int) -> None:
     text = "a héllo 日本語 🎉 end"
     tokens = tokenizer()(text)["input_ids"]
     stream = TextStream(tokenizer().backend_tokenizer, [])
@@ -526,7 +526,7 @@ def test_characters_wait_for_their_bytes(size: int) -> None:
     assert "".join(piece.text for piece in [*sent, *stream.finish(text)]) == text
 
 
-def test_what_a_stop_string_may_take_back_waits() -> None:
+def test_text_stream_holds_possible_stop_strings() -> None:
     tokens = tokenizer()("one two three")["input_ids"]
     stream = TextStream(tokenizer().backend_tokenizer, ["abcde", "x"])
     stream.push(tokens[:-1], accepted=True)
@@ -536,7 +536,7 @@ def test_what_a_stop_string_may_take_back_waits() -> None:
     assert "".join(piece.text for piece in stream.finish("one two th")) == "h"
 
 
-def test_bytes_of_tokens() -> None:
+def test_token_bytes_of_tokenizers() -> None:
     backend = tokenizer().backend_tokenizer
     of = token_texts(backend)
     for text in ("def area(x):\n", "日本語 🎉", "  é"):
@@ -630,7 +630,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (COMPLETIONS, {"tools": [AREA]}, f"tools is {json.dumps([AREA])[:57]}..., expected none (this field is not supported)", "tools"),
     ],
 )  # fmt: skip
-def test_bad_fields_are_refused_by_name(
+def test_server_refuses_bad_fields_by_name(
     server: Running, path: str, fields: dict[str, Any], message: str, param: str
 ) -> None:
     body = {"messages": messages()} if path == CHAT else {"prompt": TEXT}
@@ -638,7 +638,7 @@ def test_bad_fields_are_refused_by_name(
     assert server.app.state.server.metrics.num_open == 0
 
 
-def test_fields_that_ask_for_nothing_are_taken(client: OpenAI) -> None:
+def test_server_accepts_fields_with_default_values(client: OpenAI) -> None:
     got = client.chat.completions.create(
         model=NAME,
         messages=messages(),
@@ -670,24 +670,24 @@ def test_fields_that_ask_for_nothing_are_taken(client: OpenAI) -> None:
         (b'{"seed": ' + b"1" * 10_000 + b"}", None),
     ],
 )  # fmt: skip
-def test_bodies_that_are_no_object(server: Running, body: bytes, message: str | None) -> None:
+def test_server_refuses_bodies_that_are_no_object(server: Running, body: bytes, message: str | None) -> None:
     status, got, param = server.error(COMPLETIONS, body)
     assert (status, param) == (400, None) and got.startswith("the body is") and message in (None, got)
 
 
-def test_a_template_that_refuses() -> None:
+def test_server_reports_errors_of_template() -> None:
     template = "{{ raise_exception('roles must alternate') }}"
     with serving(make_engine(), chat_template=template) as running:
         message = "messages do not fit the chat template: roles must alternate"
         assert running.error(CHAT, {"messages": messages()}) == (400, message, "messages")
 
 
-def test_paths_and_methods(server: Running) -> None:
+def test_server_refuses_unknown_paths_and_methods(server: Running) -> None:
     assert server.error("/v1/embeddings", {}) == (404, "POST /v1/embeddings: Not Found", None)
     assert server.error(CHAT, None) == (405, f"GET {CHAT}: Method Not Allowed", None)
 
 
-def test_openais_client_raises_its_errors(client: OpenAI) -> None:
+def test_openai_client_raises_typed_errors(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature is -1") as caught:
         client.chat.completions.create(model=NAME, messages=messages(), temperature=-1)
     assert caught.value.param == "temperature"
@@ -698,7 +698,7 @@ def test_openais_client_raises_its_errors(client: OpenAI) -> None:
 # --- limits
 
 
-def test_the_key(server: Running) -> None:
+def test_server_requires_api_key(server: Running) -> None:
     with serving(make_engine(), api_key="secret") as running:
         for path, body in (("/v1/models", None), (CHAT, {"messages": messages()}), ("/tokenize", {"prompt": "a"})):
             for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
@@ -712,19 +712,19 @@ def test_the_key(server: Running) -> None:
             client.models.list()
 
 
-def test_bodies_and_prompts_have_a_limit() -> None:
+def test_server_limits_body_and_prompt_size() -> None:
     with serving(make_engine(), max_body_bytes=1000, max_prompt_tokens=20) as running:
         status, message, _ = running.error(COMPLETIONS, b" " * 1001)
         assert (status, message) == (413, "the body has 1001 bytes or more, expected at most 1000")
-        with running.connection() as connection:  # without a word on how long it is
+        with running.connection() as connection:  # without Content-Length
             connection.request("POST", COMPLETIONS, iter([b" " * 600] * 2), encode_chunked=True)
             assert connection.getresponse().status == 413
         long = {"prompt": list(range(1, 22))}
         assert running.error(COMPLETIONS, long) == (400, "the prompt has 21 tokens, expected at most 20", "prompt")
 
 
-def test_a_full_queue(server: Running, client: OpenAI) -> None:
-    """Four run and four wait; the ninth is told to come again, and is served when there is room."""
+def test_server_with_full_queue_answers_429(server: Running, client: OpenAI) -> None:
+    """Four requests run and four wait; the ninth gets 429, and succeeds once there is room."""
     given: dict[str, Any] = {"model": NAME, "prompt": TEXT, "max_tokens": LONG, "extra_body": {"ignore_eos": True}}
     streams = [client.completions.create(**given, stream=True) for _ in range(3)]
     whole = [client.completions.create(**given, stream=True) for _ in range(1)]
@@ -747,7 +747,7 @@ def test_a_full_queue(server: Running, client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_client_that_goes_away_gives_its_slots_back(server: Running, stream: bool) -> None:
+def test_client_disconnect_releases_slots(server: Running, stream: bool) -> None:
     body = {"prompt": [TEXT] * 3, "max_tokens": LONG, "ignore_eos": True, "stream": stream}
     metrics = server.app.state.server.metrics
     with server.connection() as connection:
@@ -761,8 +761,8 @@ def test_a_client_that_goes_away_gives_its_slots_back(server: Running, stream: b
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_request_that_takes_too_long_is_told_so(server: Running, client: OpenAI, stream: bool) -> None:
-    """Before its first token by the status, whole answers always; in a stream by its last event."""
+def test_request_timeout_is_reported(server: Running, client: OpenAI, stream: bool) -> None:
+    """By status before the first token and for whole answers; by the last event of a stream."""
     for timeout in (1e-9, 0.05):
         given: dict[str, Any] = {"model": NAME, "prompt": TEXT, "max_tokens": LONG, "stream": stream, "n": 2}
         with pytest.raises(openai.APIError) as error:
@@ -778,7 +778,7 @@ def test_a_request_that_takes_too_long_is_told_so(server: Running, client: OpenA
     assert got.usage is not None and got.usage.completion_tokens == 2
 
 
-def test_a_device_that_gives_up_is_one_requests_error() -> None:
+def test_device_error_fails_one_request() -> None:
     engine = make_engine("none", adaptive=False, max_len=512)
     body = {"prompt": TEXT, "max_tokens": LONG, "ignore_eos": True, "stream": True}
     with serving(engine) as running, running.connection() as connection:
@@ -793,23 +793,23 @@ def test_a_device_that_gives_up_is_one_requests_error() -> None:
         assert b'"error"' in response.read() or before < 0
 
 
-# --- what else there is
+# --- other endpoints
 
 
-def test_models_and_health(server: Running, client: OpenAI) -> None:
+def test_server_models_and_health_endpoints(server: Running, client: OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.to_dict()["max_model_len"]) == (NAME, "model", 1024)
     assert server.ask("/health")[0] == 200
 
 
-def test_health_of_a_closed_engine() -> None:
+def test_health_of_closed_engine_fails() -> None:
     with serving(make_engine()) as running:
         running.engine.close()
         assert running.error("/health", None) == (503, "Engine is closed, expected an open one", None)
         assert running.error(COMPLETIONS, {"prompt": TEXT})[0] == 503
 
 
-def test_prefixes_can_be_let_go_of() -> None:
+def test_flush_cache_drops_prefixes() -> None:
     with serving(make_engine(prefix_cache=True), api_key="secret") as running:
         key = {"Authorization": "Bearer secret"}
 
@@ -827,7 +827,7 @@ def test_prefixes_can_be_let_go_of() -> None:
         assert running.error("/flush_cache", {}, key) == (503, "Engine is closed, expected an open one", None)
 
 
-def test_tokens(server: Running) -> None:
+def test_tokenize_and_detokenize(server: Running) -> None:
     tokens = tokenizer()(TEXT)["input_ids"]
     answer = json.loads(server.ask("/tokenize", {"model": NAME, "prompt": TEXT})[2])
     assert answer == {"tokens": tokens, "count": len(tokens), "max_model_len": 1024}
@@ -847,8 +847,8 @@ def samples(running: Running) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_metrics() -> None:
-    """As `vllm bench serve` reads them, and SGLang's benchmark its own."""
+def test_metrics_have_names_of_vllm_and_sglang() -> None:
+    """`vllm bench serve` and SGLang's benchmark read these names."""
     with serving(make_engine("chain", adaptive=False)) as running, running.client() as client:
         assert samples(running)['vllm:spec_decode_num_drafts_total{model_name="tiny"}'] == 0
         used = client.completions.create(model=NAME, prompt=TEXT, max_tokens=50).usage
@@ -883,7 +883,7 @@ def test_metrics() -> None:
 
 
 def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """`specdec serve` in a process of its own, and where it listens."""
+    """Start `specdec serve` in a process of its own, and return its address."""
     command = [sys.executable, "-m", "specdec_kernels", "serve", "--port", "0", "--device", "cpu", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
@@ -892,8 +892,8 @@ def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
     return process, line
 
 
-def test_sigterm_lets_requests_end() -> None:
-    """`specdec serve` alone serves the tiny model; a request that runs is answered in full, then the process ends."""
+def test_sigterm_lets_requests_finish() -> None:
+    """A running request gets its full answer, then the process ends."""
     process, line = start()
     try:
         assert re.fullmatch(r"specdec serve: tiny \(NGRAM\) at http://127\.0\.0\.1:\d+\n", line)
@@ -920,8 +920,8 @@ def test_sigterm_lets_requests_end() -> None:
         process.communicate()
 
 
-def test_the_time_to_end_in_is_over(server: Running) -> None:
-    """What is still running is ended then, and its clients are told."""
+def test_shutdown_timeout_aborts_requests(server: Running) -> None:
+    """Requests still running are aborted, and their clients notified."""
     body = {"prompt": TEXT, "max_tokens": LONG, "ignore_eos": True, "stream": True}
     with server.connection() as connection:
         connection.request("POST", COMPLETIONS, json.dumps(body))
@@ -951,7 +951,7 @@ def test_the_time_to_end_in_is_over(server: Running) -> None:
         (["--context-length", "1"], "Engine: max_len is 1, expected at least 2"),
     ],
 )  # fmt: skip
-def test_bad_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_serve_refuses_bad_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     port = [] if "--port" in arguments else ["--port", "0"]
     assert cli.main(["serve", "--device", "cpu", *port, *arguments]) == 2
     assert capsys.readouterr().err == f"specdec serve: {message}\n"
@@ -962,7 +962,7 @@ def test_bad_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], mes
     [([], True), (["--disable-radix-cache"], False), (["--enable-deterministic-inference"], False)],
     ids=["default", "disabled", "deterministic"],
 )
-def test_the_command_keeps_prefixes(flags: list[str], kept: bool) -> None:
+def test_serve_enables_prefix_cache_by_default(flags: list[str], kept: bool) -> None:
     parser = argparse.ArgumentParser()
     engine_flags.add_arguments(parser)
     given = ["--device", "cpu", "--speculative-algorithm", "NONE", "--context-length", "128", *flags]
@@ -972,7 +972,7 @@ def test_the_command_keeps_prefixes(flags: list[str], kept: bool) -> None:
         assert engine.config.prefix_cache == kept
 
 
-def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_reports_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         assert cli.main(["serve", "--port", port, "--model-path", "/nowhere"]) == 2
@@ -982,7 +982,7 @@ def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+def test_serve_refuses_model_without_tokenizer(tmp_path: Path) -> None:
     save_random_model(tmp_path, "llama")
     engine = Engine(tmp_path, device="cpu", max_len=64)
     message = "serve: the model has no tokenizer that gives text piece by piece, expected one (the model folder has no tokenizer)"
@@ -990,8 +990,8 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
         make_app(AsyncEngine(engine), Settings(model_name="m"))
 
 
-def test_how_requests_are_sampled_that_say_nothing(tmp_path: Path) -> None:
-    """As OpenAI's, unless the generation config draws."""
+def test_sampling_defaults_follow_generation_config(tmp_path: Path) -> None:
+    """OpenAI's defaults hold unless the generation config samples."""
     assert sampling_defaults(tiny_model("target"), "model") == {"temperature": 1.0}
     assert sampling_defaults(tmp_path, "model") == {"temperature": 1.0}
     GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20).save_pretrained(tmp_path)
@@ -1009,15 +1009,15 @@ def test_how_requests_are_sampled_that_say_nothing(tmp_path: Path) -> None:
         assert got_text == want.text
 
 
-def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_names_missing_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find_spec(name))
     assert cli.main(["serve"]) == 2
     assert capsys.readouterr().err == 'specdec serve needs fastapi: pip install "specdec-kernels[serve]"\n'
 
 
-def test_what_a_process_that_serves_asks_of_python() -> None:
-    """Python's lock changes hands soon, and what is loaded is no garbage; afterwards all is as before."""
+def test_serving_process_tunes_gil_and_gc() -> None:
+    """The GIL's switch interval is short and loaded objects are frozen; afterwards both are restored."""
     before, frozen = sys.getswitchinterval(), gc.get_freeze_count()
     with serving_process():
         assert sys.getswitchinterval() == pytest.approx(2e-4)

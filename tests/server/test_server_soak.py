@@ -1,6 +1,6 @@
-"""Many clients of a server at once, some of whom go away: texts are those of each alone, and nothing is left behind.
+"""Many clients of a server at once, some of which disconnect: texts equal those of lone requests, nothing leaks.
 
-SPECDEC_SOAK=20000 pytest -m soak makes a long soak of it: so many requests, at 64 slots.
+SPECDEC_SOAK=20000 pytest -m soak runs that many requests on 64 slots.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
-Kind = tuple[dict[str, Any], dict[str, Any]]  # a body's fields, and the parameters that they are
+Kind = tuple[dict[str, Any], dict[str, Any]]  # fields of a body, and the parameters that they set
 KINDS: list[Kind] = [
     ({"temperature": 0}, {}),
     ({"temperature": 0, "speculation": "off"}, {"speculation": "off"}),
@@ -51,7 +51,7 @@ Case = tuple[dict[str, Any], list[RequestOutput]]
 
 
 def texts_alone() -> list[Case]:
-    """Bodies of every kind, and what they say without a draft, a cache, and anybody who goes away."""
+    """Return bodies of every kind with their texts without draft, cache or other clients."""
     prompts = [prompt[:30] for prompt in held_out("code")]
     cases: list[Case] = []
     with make_engine("none", adaptive=False, grammars=True) as engine:
@@ -64,7 +64,7 @@ def texts_alone() -> list[Case]:
 
 
 def one_request(running: Running, body: dict[str, Any], seed: int) -> list[str] | None:
-    """The texts that came; None where this client went away, was refused, or asked for nonsense."""
+    """Return the texts; None if this client left, was refused, or sent nonsense."""
     rng = random.Random(seed)
     stream = rng.random() < 0.6
     kind = rng.random()
@@ -97,7 +97,7 @@ def one_request(running: Running, body: dict[str, Any], seed: int) -> list[str] 
 
 
 @pytest.mark.parametrize("name", thinned(DRAFTS, {"union"}.__contains__))
-def test_soak(name: str) -> None:
+def test_server_soak_keeps_texts_and_leaks_nothing(name: str) -> None:
     alone = texts_alone()
     engine = make_engine(
         name, num_slots=NUM_SLOTS, num_pages=NUM_PAGES, adaptive=False, grammars=True, prefix_cache=True
@@ -107,7 +107,7 @@ def test_soak(name: str) -> None:
     with serving(engine, max_queued=CLIENTS) as running, ThreadPoolExecutor(CLIENTS) as clients:
 
         def go(count: int) -> tuple[int, int]:
-            """How many texts came, and how many of them are others than alone."""
+            """Send requests; return the number of texts and of those that differ from the lone ones."""
             chosen = [(*rng.choice(alone), rng.randrange(2**31)) for _ in range(count)]
             answers = list(clients.map(lambda one: one_request(running, one[0], one[2]), chosen))
             pairs = [
@@ -130,7 +130,7 @@ def test_soak(name: str) -> None:
         stats = engine.stats()
         print(f"{name}: {texts} texts in {time.monotonic() - begun:.0f} s, {others} others than alone; {stats}")
         print(
-            "MiB, files and threads behind each quarter:", [(m // 2**20, files, threads) for m, files, threads in left]
+            "MiB, files and threads after each quarter:", [(m // 2**20, files, threads) for m, files, threads in left]
         )
         assert texts > REQUESTS // 2 and stats.prefix_hits > 0
         assert others <= 1 + REQUESTS // 100, "more than near-ties explain"

@@ -12,7 +12,7 @@ WILD = (-1, 2**31 - 1, -(2**31), 10**6)
 
 @dataclasses.dataclass
 class Cache:
-    """Pools and a page table of which every row and entry that no request owns is poisoned."""
+    """Pools and a page table; rows and entries that no request owns are poisoned."""
 
     k_pool: torch.Tensor
     v_pool: torch.Tensor
@@ -33,7 +33,7 @@ def make_cache(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Cache:
-    """A cache with prefix_lens[s] + tails[s] rows for slot s, on shuffled pages of the second of three layers."""
+    """Return a cache of prefix_lens[s] + tails[s] rows for slot s, on shuffled pages of the second of three layers."""
     counts = [-(-(prefix + tail) // page_size) for prefix, tail in zip(prefix_lens, tails, strict=True)]
     num_pages, max_pages = sum(counts) + 3, max(counts, default=0) + 2
     free = torch.randperm(num_pages).tolist()
@@ -51,7 +51,7 @@ def make_cache(
 
 
 def pack_bits(visible: torch.Tensor) -> torch.Tensor:
-    """Bool [..., tail] to int64 words [..., ceil(tail / 64)]."""
+    """Pack bool [..., tail] into int64 words [..., ceil(tail / 64)]."""
     words = torch.zeros(*visible.shape[:-1], -(-visible.shape[-1] // 64), dtype=torch.int64)
     for j in range(visible.shape[-1]):
         words[..., j // 64] |= visible[..., j].long() << (j % 64)
@@ -59,7 +59,7 @@ def pack_bits(visible: torch.Tensor) -> torch.Tensor:
 
 
 def random_tree(nodes: int) -> torch.Tensor:
-    """Mask words of a tree with random parents: each node sees its ancestors and itself."""
+    """Return mask words of a tree with random parents: each node sees its ancestors and itself."""
     visible = torch.eye(nodes, dtype=torch.bool)
     for i in range(1, nodes):
         visible[i] |= visible[int(torch.randint(0, i, ()))]

@@ -1,4 +1,4 @@
-"""Headless Chromium over its debugging pipe, for tests of pages; None of it where there is no Chromium."""
+"""Headless Chromium over its debugging pipe, for tests of pages; skips where there is no Chromium."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Page:
         self._ids = count(1)
         self._unread = b""
         self._session: str | None = None
-        self.errors: list[str] = []  # what scripts have raised, and what the console was told of errors
+        self.errors: list[str] = []  # errors raised by scripts or logged to the console
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -35,7 +35,7 @@ class Page:
         self.wait_for("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        """What an expression is; a promise is waited for."""
+        """Return the value of an expression; wait for it if it is a promise."""
         result = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
@@ -74,10 +74,10 @@ class Page:
 
 @contextmanager
 def browsing(folder: Path) -> Iterator[Page]:
-    """A page of a Chromium that keeps its files in a folder."""
+    """Yield a page of a Chromium that keeps its files in a folder."""
     assert CHROMIUM is not None
     (read, to_browser), (from_browser, write) = os.pipe(), os.pipe()
-    # It reads from descriptor 3 and writes to 4.
+    # Chromium reads from descriptor 3 and writes to 4.
     command = f'exec "$0" "$@" 3<&{read} 4>&{write}'
     switches = [*SWITCHES, "--remote-debugging-pipe", f"--user-data-dir={folder}", "about:blank"]
     browser = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Engines with adaptive drafts, and the texts that they must write."""
+"""Engines with adaptive drafts, and their expected texts."""
 
 from __future__ import annotations
 

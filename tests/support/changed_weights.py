@@ -21,7 +21,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def changed(tensors: dict[str, Tensor], share: float = 0.05, seed: int = 0) -> dict[str, Tensor]:
-    """Weights that say something else: each number is off by a share of its tensor's spread."""
+    """Return weights that lead to other texts: each element is off by a fraction of its tensor's spread."""
     generator = torch.Generator().manual_seed(seed)
 
     def moved(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters that only an exhaustive run takes, because others cover the same code: `pytest -m exhaustive` runs them."""
+"""Parameters that only an exhaustive run uses, because others cover the same code: `pytest -m exhaustive` runs them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def exhaustive(*values: Any) -> list[Any]:
 
 
 def thinned(values: Iterable[Any], kept: Callable[[Any], bool]) -> list[Any]:
-    """Return all values, those that are not kept for the exhaustive run alone."""
+    """Return all values; those not in `keep` are for the exhaustive run alone."""
     return [value if kept(value) else exhaustive(value)[0] for value in values]
 
 
 def covering(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
-    """Return all pairs; the default run takes as many as show each value of both once."""
+    """Return all pairs; the default run uses a few that show each value of both once."""
     first, second = list(first), list(second)
     chosen = {(i % len(first), i % len(second)) for i in range(max(len(first), len(second)))}
     pairs = [(i, j) for i in range(len(first)) for j in range(len(second))]
@@ -30,7 +30,7 @@ def covering(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
 
 
 def representative(drafts: Iterable[str]) -> list[Any]:
-    """Return all names of drafts; the default run takes one for each kind of round.
+    """Return all names of drafts; the default run uses one for each kind of round.
 
     None is plain decoding, a union of EAGLE-3 and n-grams runs the trees of both and their merge, a standalone model has
     KV and pages of its own, and a drawn chain is verified by sampling. Where there is no union, trees and n-grams stay.

@@ -30,7 +30,7 @@ GRANITE = {
 }  # fmt: skip
 
 STRETCHED = ANGLES | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-ONE_MORE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")  # whose norms multiply by 1 + weight
+ONE_MORE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")  # norms multiply by 1 + weight
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 32": ("llama", {"head_dim": 32, "attention_bias": True}),
@@ -113,8 +113,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_module(case: str) -> Any:
-    """In which no norm is 1 and no bias 0. Its attention is the one that knows soft caps in every release."""
-    # Wide weights magnify what the order of sums brings, in those of experts beyond what is compared.
+    """Return a module without norms of 1 or biases of 0; its attention supports soft caps in every release."""
+    # Wide weights magnify roundoff of sums, in experts beyond the tolerance.
     model_type, changes = CASES.get(case) or (case, EXPERTS[case] | {"initializer_range": 0.1})
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")

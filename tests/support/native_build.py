@@ -1,4 +1,4 @@
-"""What tests need that run the build itself: its tools, or a reason to skip, and one build at a time."""
+"""The build in tests: its tools, or a reason to skip, and one build at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def require(modules: Sequence[str], commands: Sequence[str]) -> None:
-    """Skips where one is missing: `./build.sh test` has them all, an installation that is only used has not."""
+    """Skip where a package or tool is missing: `./build.sh test` has them all, an installation may not."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"the Python package {module}, which builds need, is not installed")
@@ -28,7 +28,7 @@ def require(modules: Sequence[str], commands: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """One process at a time: tests of one file may run in several."""
+    """Let one process at a time run: xdist may distribute tests of one file over several."""
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -36,7 +36,7 @@ def alone(directory: Path) -> Iterator[None]:
 
 
 def run(command: Sequence[str | Path], **environment: str) -> str:
-    """The command's standard output; a failure shows all it wrote."""
+    """Return the command's standard output; a failure shows all output."""
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, env={**os.environ, **environment}, cwd=ROOT
     )

@@ -10,7 +10,7 @@ import specdec_kernels as sd
 
 
 def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Arguments of one or two small calls of an op; equal ones every time."""
+    """Return arguments of one or two small calls of an op, equal every time."""
     random = torch.Generator().manual_seed(3)
 
     def ints(*shape: int, high: int = 9, low: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A page pool of the ops beside the reference's, and the law that both must keep: no page is lost, none owned twice."""
+"""A page pool of the ops next to the reference's, and their invariant: no page is lost, none owned twice."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class TwoPools:
             pool.page_table[slot, index] = page
 
     def table(self, slot: int) -> list[int]:
-        """The pages a slot holds."""
+        """Return the pages that a slot holds."""
         return self.model.page_table[slot, self.held(slot).start : self.held(slot).stop].tolist()
 
     def held(self, slot: int) -> range:
-        """The entries of its table that these are."""
+        """Return the range of table entries that the slot holds."""
         return range(int(self.model.page_starts[slot]), int(self.model.page_counts[slot]))
 
     def num_free(self) -> int:
@@ -66,12 +66,12 @@ class TwoPools:
     def compare(self) -> None:
         for name in ("page_table", "page_counts", "page_starts", "page_refs", "num_free"):
             assert torch.equal(getattr(self.pool, name).cpu(), getattr(self.model, name)), name
-        height = self.num_free()  # what lies above it means nothing
+        height = self.num_free()  # entries above the top mean nothing
         assert torch.equal(self.pool.free_stack[:height].cpu(), self.model.free_stack[:height])
         assert self.status.tolist() == self.model_status.tolist()
 
     def assert_conserved(self) -> None:
-        """Every page is on the stack once, or has as many references as tables that list it; never both."""
+        """Check that every page is on the stack once, or has one reference for each table that lists it; never both."""
         free = self.model.free_stack[: self.num_free()].tolist()
         owners = Counter(page for slot in range(self.num_slots) for page in self.table(slot))
         refs = self.model.page_refs.tolist()

@@ -9,7 +9,7 @@ POISON = torch.nan
 
 
 def page_table(num_slots: int, max_pages: int, spare_pages: int = 2) -> tuple[torch.Tensor, int]:
-    """A full table of distinct pages in random order, and the number of pages."""
+    """Return a full table of distinct pages in random order, and the number of pages."""
     num_pages = num_slots * max_pages + spare_pages
     pages = torch.randperm(num_pages, dtype=INT)[: num_slots * max_pages]
     return pages.view(num_slots, max_pages).contiguous(), num_pages
@@ -20,7 +20,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def assert_same_bytes(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal everywhere, with NaN equal to NaN: also what must not be written is compared."""
-    if want.dtype == torch.float8_e4m3fn:  # few operations know it
+    """Check bitwise equality, NaN equal to NaN: elements that must not be written are compared, too."""
+    if want.dtype == torch.float8_e4m3fn:  # few operations support it
         got, want = got.float(), want.float()
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)

@@ -19,12 +19,12 @@ Tensors = dict[str, Tensor]
 
 
 class Written(NamedTuple):
-    tensors: Tensors  # of one product, by the last part of their names
+    tensors: Tensors  # tensors of one linear, by the last part of their names
     means: Tensor  # [out, in] float32
 
 
 def eights(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of float8_e4m3fn for scales that every number of the weight has, and what they stand for."""
+    """Return float8_e4m3fn elements for scales that broadcast over the weight, and the dequantized weight."""
     numbers = (weight / scales).to(FP8)
     return numbers, numbers.float() * scales
 
@@ -54,7 +54,7 @@ def fp8_static(weight: Tensor) -> Written:
 
 
 def fours(weight: Tensor, size: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Numbers [out, in], zeros and scales [out, groups] for groups of columns, and what they stand for."""
+    """Return INT4 elements [out, in], zeros and scales [out, groups], and the dequantized weight."""
     grouped = weight.unflatten(1, (-1, size))
     low, high = grouped.amin(-1), grouped.amax(-1)
     scales = ((grouped.abs().amax(-1) / 7) if symmetric else (high - low) / 15).half().float()
@@ -65,7 +65,7 @@ def fours(weight: Tensor, size: int, symmetric: bool) -> tuple[Tensor, Tensor, T
 
 
 def words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """[rows, n / 8] int32: eight numbers in a word, of each eight the one named by `order` in the next four bits."""
+    """Pack eight 4-bit elements into each word of [rows, n / 8] int32, `order` naming the element of each four bits."""
     packed = torch.zeros(len(numbers), numbers.shape[1] // 8, dtype=torch.int64)
     for place, column in enumerate(order):
         packed |= numbers[:, column::8].long() << 4 * place
@@ -75,7 +75,7 @@ def words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 def gptq(weight: Tensor) -> Written:
     numbers, zeros, scales, means = fours(weight, 32, symmetric=False)
     tensors = {
-        "qweight": words(numbers).t(),  # eight rows of [in, out] in a word
+        "qweight": words(numbers).t(),  # a word holds eight rows of [in, out]
         "qzeros": words(zeros.t() - 1),
         "scales": scales.t().half(),
         "g_idx": (torch.arange(weight.shape[1]) // 32).int(),
@@ -84,7 +84,7 @@ def gptq(weight: Tensor) -> Written:
 
 
 def gptq_shuffled(weight: Tensor) -> Written:
-    """Columns in the order of their activations: those of a group lie apart."""
+    """Return columns in activation order: those of a group lie apart."""
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
     numbers, zeros, scales, means = fours(weight[:, order], 32, symmetric=True)
     back = order.argsort()
@@ -161,24 +161,24 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Written]]] = {
 
 
 def write_model(folder: Path, name: str, model_type: str = "llama", **changes: Any) -> tuple[Path, Path]:
-    """A random model whose projections are quantized, and its twin, whose weights are what the numbers stand for."""
+    """Write a random model with quantized projections; return its twin with dequantized weights."""
     sizes = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
     twin = save_random_model(folder / "twin", model_type, **(sizes | changes))
     config, write = FORMATS[name]
-    quantized, means = {}, {}
+    quantised, means = {}, {}
     for key, tensor in load_file(twin / "model.safetensors").items():
-        means[key] = quantized[key] = tensor
+        means[key] = quantised[key] = tensor
         if re.search(r"(_proj|\.w[123])\.weight$", key):
             written = write(tensor)
-            del quantized[key]
-            quantized |= {key.removesuffix("weight") + part: t.contiguous() for part, t in written.tensors.items()}
+            del quantised[key]
+            quantised |= {key.removesuffix("weight") + part: t.contiguous() for part, t in written.tensors.items()}
             means[key] = written.means
     save_file(means, twin / "model.safetensors", metadata={"format": "pt"})
-    other = folder / "quantized"
+    other = folder / "quantised"
     other.mkdir()
     text = json.loads((twin / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
-    save_file(quantized, other / "model.safetensors", metadata={"format": "pt"})
+    save_file(quantised, other / "model.safetensors", metadata={"format": "pt"})
     return other, twin
 
 

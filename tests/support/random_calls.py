@@ -1,11 +1,11 @@
-"""Random and forged calls of ops: each is refused by a message that names the op, or does what it always does.
+"""Random and forged calls of ops: each raises an error that names the op, or is deterministic.
 
 Valid calls are damaged: elements become extreme, tensors get other shapes, dtypes and strides, numbers leave their
-range, arguments go missing. Each call is made twice, on copies whose storage has guards around it. Both have to end
-alike, and write neither to what the op does not change nor beside it. What was left undamaged gives what the reference
-gives.
+range, arguments are omitted. Each call runs twice, on copies whose storage has guards around it. Both runs must agree,
+and write neither to arguments that the op does not change nor to the guards. An undamaged call must match the
+reference.
 
-`python -m support.random_calls FIRST COUNT` makes the calls of so many seeds, each named before it is made.
+`python -m support.random_calls FIRST COUNT` makes the calls of COUNT seeds and prints each seed before its call.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ DTYPES = (
     torch.float64,
     torch.bool,
 )
-ROOMS = (draft, tree, layers, attention, verify, kv)
+REFERENCES = (draft, tree, layers, attention, verify, kv)
 Call = tuple[list[Any], dict[str, Any]]
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, in the middle of storage full of sentinels."""
+    """Return a copy with the same strides, in the middle of storage full of sentinels."""
     width = x.element_size()
     extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     storage = torch.full(((extent + 2 * GUARD) * width,), SENTINEL, dtype=torch.uint8).view(x.dtype)
@@ -58,11 +58,11 @@ def storage_of(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
 
 
-def is_beside(x: torch.Tensor) -> torch.Tensor:
-    """Which bytes of the storage belong to no element."""
-    beside = torch.ones(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
-    beside.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(False)
-    return beside.repeat_interleave(x.element_size())
+def is_guard(x: torch.Tensor) -> torch.Tensor:
+    """Return which bytes of the storage belong to no element."""
+    guards = torch.ones(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
+    guards.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(False)
+    return guards.repeat_interleave(x.element_size())
 
 
 def each_tensor(value: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
@@ -144,15 +144,17 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_by_reference(op: str, call: Call, got: Any, left: Call) -> None:
-    """What the op returned, and left of its arguments, against the reference, where that takes what was given."""
-    function = next(getattr(room, op) for room in ROOMS if hasattr(room, op))
+    """Compare the result and the changed arguments with the reference, if it supports the given options."""
+    function = next(getattr(module, op) for module in REFERENCES if hasattr(module, op))
     takes = inspect.signature(function).parameters
     arguments, options = call[0], {name: value for name, value in call[1].items() if name in takes}
-    if op == "expand_tree" or set(call[1]) - set(options) - {"status"}:  # which its reference returns, not in place
+    if op == "expand_tree" or set(call[1]) - set(options) - {
+        "status"
+    }:  # the reference returns the result, not in place
         return
     want = function(*arguments, **options)
     if op == "tree_attention":
-        want, *_ = want  # beside it, the sums of the softmax and the status
+        want, *_ = want  # then lse and status
     for (name, a), (_, b) in zip(each_tensor((got, *left[0])), each_tensor((want, *arguments)), strict=True):
         if a.dtype.is_floating_point:
             torch.testing.assert_close(a.double(), b.double(), rtol=1e-2, atol=1e-4, equal_nan=True)
@@ -175,7 +177,7 @@ def check_call(seed: int) -> None:
 def check_twice(
     op: str, arguments: list[Any], options: dict[str, Any], named: dict[Any, Any], by_reference: bool
 ) -> None:
-    """Make the call of `named` twice: values of `arguments` by their place, of `options` by their name."""
+    """Run the call in `named` twice: values of `arguments` by position, of `options` by name."""
 
     def made() -> tuple[list[Any], dict[str, Any]]:
         copy = {key: copied(value) for key, value in named.items()}
@@ -185,7 +187,7 @@ def check_twice(
     results = [outcome(op, *call) for call in (first, second)]
     if isinstance(results[0], BaseException):
         assert type(results[0]) is type(results[1]) and str(results[0]) == str(results[1])
-        named_by = (f"{op}: ", f"{op}_workspace: ")  # the latter by what asks for its size
+        named_by = (f"{op}: ", f"{op}_workspace: ")  # the latter comes from the size query
         assert str(results[0]).startswith(named_by), f"{type(results[0]).__name__}: {results[0]}"
     else:
         for (name, a), (_, b) in zip(*map(each_tensor, results), strict=True):
@@ -203,8 +205,8 @@ def check_twice(
             assert torch.equal(bits(now), bits(again)), f"{full} is left differently from call to call"
             if full not in changed:
                 assert torch.equal(bits(was), bits(now)), f"{full} was changed"
-            beside = is_beside(now)
-            assert torch.equal(storage_of(now)[beside], storage_of(was)[beside]), f"beside {full} was written"
+            guards = is_guard(now)
+            assert torch.equal(storage_of(now)[guards], storage_of(was)[guards]), f"guards of {full} were written"
 
 
 def without_size(value: Any, size: int) -> Any:
@@ -221,5 +223,5 @@ def without_size(value: Any, size: int) -> Any:
 if __name__ == "__main__":
     first, count = map(int, sys.argv[1:])
     for seed in range(first, first + count):
-        print(seed, flush=True)  # so that the last line names the call that ended the process
+        print(seed, flush=True)  # the last line names the call that killed the process
         check_call(seed)

@@ -16,7 +16,7 @@ GRANITE = {
     "logits_scaling": 2.5, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64,
 }  # fmt: skip
 
-# Of which layers have experts, and how many.
+# Sizes of experts, and the layers that have them.
 EXPERTS: dict[str, dict[str, Any]] = {
     "afmoe": WINDOWS | {
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_shared_experts": 1,
@@ -85,7 +85,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def save_random_model(folder: Path, model_type: str, **changes: object) -> Path:
-    """A random model of two layers; wide initial weights, so that its text is no loop and its margins are no ties."""
+    """Save a random model with wide initial weights: its text does not loop, and its margins are no ties."""
     options = {
         "vocab_size": VOCAB,
         "hidden_size": 96,
@@ -100,7 +100,7 @@ def save_random_model(folder: Path, model_type: str, **changes: object) -> Path:
         "eos_token_id": None,
         "tie_word_embeddings": False,
     }
-    if model_type == "qwen2":  # its head dimension is hidden / heads, whatever the config says
+    if model_type == "qwen2":  # the head dimension is hidden / heads, whatever the config says
         options |= {"hidden_size": 384}
     if model_type == "mistral":
         options |= {"sliding_window": None}

@@ -10,7 +10,7 @@ from support.trees import random_parents
 
 
 def random_draft(batch: int, nodes: int, vocab: int, levels: int = 0) -> tuple[sd.Tree, torch.Tensor]:
-    """Trees with falling scores, of few values if `levels` says so; siblings may repeat, some rows end early."""
+    """Return trees with falling scores, drawn from `levels` values if given; siblings may repeat, some end early."""
     tokens = torch.randint(0, vocab, (batch, nodes), dtype=torch.int32)
     tokens[:, 0] = 9
     counts = torch.randint(0, nodes + 1, (batch,)) * (torch.rand(batch) < 0.5) + nodes * (torch.rand(batch) < 0.7)

@@ -12,7 +12,7 @@ from specdec_kernels.engine.drafts.proposal import scored_tree_of
 
 
 def record_chains(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
-    """Return a list that each round extends: for each request the length of its text, and the chain after it."""
+    """Return a list that each round extends with each request's text length and the chain after it."""
     drafted: list[tuple[int, list[int]]] = []
     propose = engine.draft.propose
 

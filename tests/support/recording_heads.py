@@ -1,4 +1,4 @@
-"""Draft heads that record what a draft asks of them."""
+"""Draft heads that record the calls of a draft."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec_kernels.models.heads.eagle3 import Eagle3Head
 
 
 class DepthHead(Eagle3Head):
-    """An EAGLE-3 head with a module per depth, as MTP has: each depth has a scale of what enters its logits."""
+    """An EAGLE-3 head with a module per depth, as in MTP; each depth scales the input of the logits."""
 
     scales: list[float]
     depths: list[int]
@@ -26,7 +26,7 @@ class DepthHead(Eagle3Head):
 
 
 class DepthDraft(Eagle3):
-    """Drafts with a head whose output at depth d is scaled by `scales[d]`."""
+    """A draft with a head whose output at depth d is scaled by `scales[d]`."""
 
     def __init__(self, head: str | Path, scales: list[float], **options: Any) -> None:
         super().__init__(head, **options)

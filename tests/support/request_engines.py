@@ -34,7 +34,7 @@ def prompts() -> list[list[int]]:
 
 
 def params() -> list[SamplingParams]:
-    """Greedy and drawn, with log-probabilities and without, stop strings, short and long."""
+    """Return greedy and sampled parameters, with and without log-probabilities and stop strings, short and long."""
     return [
         SamplingParams(NEW_TOKENS),
         SamplingParams(NEW_TOKENS, temperature=0.8, seed=3),

@@ -11,7 +11,7 @@ from specdec_kernels.engine import RequestOutput, SamplingParams
 from specdec_kernels.reference import verify as reference
 from support.tiny_checkpoint import Comparison, reference_model
 
-NOISE = 1e-4  # what float32 logits of other shapes change in a probability
+NOISE = 1e-4  # roundoff of a probability between float32 logits of different shapes
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -24,7 +24,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def close_draws(prompt: list[int], tokens: list[int], sampling: SamplingParams) -> set[int]:
-    """What the target may draw behind prompt and tokens, its probabilities and the draw known to NOISE."""
+    """Return the tokens that the target may draw after prompt and tokens if probabilities and draw are off by NOISE."""
     assert sampling.seed is not None
     with torch.inference_mode():
         logits = reference_model()(torch.tensor([prompt + tokens])).logits[0, -1]
@@ -45,7 +45,7 @@ def close_draws(prompt: list[int], tokens: list[int], sampling: SamplingParams) 
 
 
 def differing(ours: list[RequestOutput], theirs: list[RequestOutput], each: list[SamplingParams]) -> int:
-    """How many texts differ; each must from a token on whose draw was too close to call."""
+    """Return the number of differing texts; each must differ first at a draw that is too close to call."""
     count = 0
     for a, b, sampling in zip(ours, theirs, each, strict=True):
         if a.tokens == b.tokens:

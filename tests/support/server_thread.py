@@ -1,4 +1,4 @@
-"""A server in a thread, on a port of its own, and what its tests ask it with."""
+"""A server in a thread on its own port, with a client for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = "tiny"
 
 
 class Running(NamedTuple):
-    """A server that runs."""
+    """A running server."""
 
     port: int
     engine: Engine
@@ -45,7 +45,7 @@ class Running(NamedTuple):
     def ask(
         self, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        """Status, headers and body; a POST of JSON, or of bytes, where there is a body to send."""
+        """Return status, headers and body; send a POST if there is a body (JSON or bytes)."""
         with self.connection() as connection:
             data = json.dumps(body) if isinstance(body, dict | list) else body
             connection.request("GET" if body is None else "POST", path, data, headers or {})
@@ -53,7 +53,7 @@ class Running(NamedTuple):
             return response.status, response.headers, response.read()
 
     def error(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, str, str | None]:
-        """Status, message and field of a refusal."""
+        """Return status, message and field of a refusal."""
         status, _, answer = self.ask(path, body, headers)
         error = json.loads(answer)["error"]
         assert error.keys() == {"message", "type", "param", "code"}
@@ -72,7 +72,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 @contextmanager
 def serving(engine: Engine, **settings: Any) -> Iterator[Running]:
-    """Serves an engine until the block ends, and closes it."""
+    """Serve an engine until the block ends, then close it."""
     given = {"model_name": NAME, "chat_template": TINY_TEMPLATE, "defaults": {"temperature": 0.0}} | settings
     with engine, socket.create_server(("127.0.0.1", 0)) as listener:
         app = make_app(AsyncEngine(engine), Settings(**given))

@@ -9,7 +9,7 @@ WIDTH = 6
 
 
 def us_of(batch: int, rows: int) -> float:
-    """Rounds of bench/results/h200-round-code.json within a tenth: plain, chain of 6 and tree of 32, at 1 to 64."""
+    """Return round times of h200-round-code.json within 10 %: plain, chain of 6 and tree of 32, batch 1 to 64."""
     drafting = 0 if rows == batch else 230 * min(WIDTH - 1, rows / batch) + 20
     return 4200 + drafting + max(27 * batch, 24 * rows - 1000)
 

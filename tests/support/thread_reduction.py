@@ -1,4 +1,4 @@
-"""A test double of a reduction: ranks are threads of one process, which meet at a barrier and sum what they bring."""
+"""A test double of a reduction: ranks are threads of one process that meet at a barrier and sum their parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class ThreadReduction(Reduction):
-    """Sums over `size` threads, each of which calls `run` with its rank. Counts fused norms and plain sums."""
+    """Sums over `size` threads; `run` starts one per rank. Counts fused norms and plain sums."""
 
     def __init__(self, size: int) -> None:
         self.size, self.sums, self.norms = size, 0, 0

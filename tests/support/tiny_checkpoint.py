@@ -1,4 +1,4 @@
-"""The trained tiny model and its held-out prompts, and how greedy texts are compared."""
+"""The trained tiny model, its held-out prompts, and the comparison of greedy texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec_kernels.tiny import tiny_model
 
 HELD_OUT = Path(__file__).resolve().parents[2] / "examples" / "tiny" / "heldout.jsonl"
 
-NEAR_TIE = 1e-4  # of the reference's own two best logits, float32
+NEAR_TIE = 1e-4  # between the reference's two best logits, float32
 
 
 @functools.cache
@@ -27,12 +27,12 @@ def tokenizer() -> Any:
 
 @functools.cache
 def reference_model() -> Any:
-    """The target as transformers runs it, in float32."""
+    """Return the target as transformers runs it, in float32."""
     return AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32).eval()
 
 
 def target_with_features(layers: tuple[int, ...], device: torch.device | str = "cpu") -> CausalLM:
-    """The target in float32, with pools of 128 rows, that keeps the states entering these layers."""
+    """Return the target in float32, with pools of 128 rows, that keeps the inputs of these layers as features."""
     options = ModelOptions(
         max_len=64,
         num_pages=8,
@@ -46,7 +46,7 @@ def target_with_features(layers: tuple[int, ...], device: torch.device | str = "
 
 @functools.cache
 def held_out(kind: str) -> list[list[int]]:
-    """Token ids of the held-out prompts of a kind ("code" or "repeat"), in file order."""
+    """Return token ids of the held-out prompts of a kind ("code" or "repeat"), in file order."""
     lines = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     return [tokenizer()(line["prompt"])["input_ids"] for line in lines if line["kind"] == kind]
 
@@ -54,7 +54,7 @@ def held_out(kind: str) -> list[list[int]]:
 def greedy_by_transformers(
     model: Any, prompts: list[list[int]], max_new_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """`model.generate` without sampling, prompts in left-padded batches."""
+    """Return greedy texts of `model.generate`, with prompts in left-padded batches."""
     texts: list[list[int]] = []
     for begin in range(0, len(prompts), 32):
         batch = prompts[begin : begin + 32]
@@ -71,13 +71,13 @@ def greedy_by_transformers(
 
 @dataclass
 class Comparison:
-    """Texts compared with a reference; near-ties are allowed, printed and counted."""
+    """Compares texts with a reference; near-ties are allowed, printed and counted."""
 
     model: Any
     near_ties: list[str] = field(default_factory=list)
 
     def check(self, prompt: list[int], ours: list[int], reference: list[int]) -> None:
-        """`reference` may be padded behind its end; `ours` ends where the request ended."""
+        """Compare two texts; `reference` may be padded after its end, `ours` ends where the request ended."""
         assert ours, "nothing was generated"
         if ours == reference[: len(ours)]:
             return

@@ -1,4 +1,4 @@
-"""A tiny random checkpoint of any model type that transformers knows: all its sizes small, nothing 1 or 0 by chance."""
+"""Tiny random checkpoints of every model type of transformers: small sizes, none of them 1 or 0 by chance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCAB = 160
 WINDOW = 8
 LAYERS = 4
 
-# What transformers' configs call their sizes, and what these are here. Only names that a config has are set.
+# Sizes by their names in configs of transformers. Only names that a config has are set.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -77,7 +77,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-# Types of which there is no tiny model, and why.
+# Types without a tiny model, and the reason.
 NO_SMALL = {
     "gemma3n": "its vision part wants the package timm",
     "gemma4_assistant": "it reads the keys and values of another model",
@@ -86,7 +86,7 @@ NO_SMALL = {
     "musicgen_melody": "transformers makes no language model of the whole config",
 }
 
-# Layers that see all have larger heads than those that slide.
+# Full-attention layers have larger heads than sliding-window layers.
 GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
@@ -94,7 +94,7 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 16,
 }
 
-# Which pairs of a head rotate by each of the three positions of a token, for heads of any size.
+# Pairs of a head that rotate by each of a token's three positions, for heads of any size.
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 ANGLES = {"rope_type": "default", "rope_theta": 1e4}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
@@ -108,7 +108,7 @@ DOTS3 = {
     "per_layer_config": {i: {"head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8} for i in (1, 3)},
 }
 
-# What single types need beside that; a size within `text_config` where there is one.
+# Sizes of single types, set within `text_config` if there is one.
 MORE: dict[str, dict[str, Any]] = {
     "axk1": {"num_key_value_heads": 4},
     "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "num_experts_per_tok": 2},
@@ -163,11 +163,11 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str, /, **more: Any) -> Any:
-    """The config of a model of this type with small sizes."""
+    """Return the config of a model of this type with small sizes."""
     values = shrunk(CONFIG_MAPPING[model_type]().to_dict())
     changes = MORE.get(model_type, {}) | more
     if isinstance(getattr(CONFIG_MAPPING[model_type], "head_dim", None), property):
-        changes.pop("head_dim", None)  # which follows from other sizes
+        changes.pop("head_dim", None)  # follows from other sizes
     part = values["text_config"] if isinstance(values.get("text_config"), dict) else values
     part.update(changes)
     if "mrope_section" in (part.get("rope_parameters") or {}):
@@ -178,7 +178,7 @@ def tiny_config(model_type: str, /, **more: Any) -> Any:
 
 
 def shrunk(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a config with the sizes that we know made small, and with lists of one entry for each layer cut."""
+    """Return a config's values with known sizes made small and per-layer lists cut."""
     count = next((values[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if values.get(name)), None)
     small = {}
     for name, value in values.items():
@@ -224,7 +224,7 @@ def tiny_model(model_type: str, /, seed: int = 0, **more: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-# Where published checkpoints have what transformers calls `model.language_model.`
+# Prefixes in published checkpoints of the tensors that transformers calls `model.language_model.`
 PREFIXES = {
     "gemma3": "language_model.model.",
     "mistral3": "language_model.model.",
@@ -237,7 +237,7 @@ PREFIXES = {
 
 
 def published(name: str, model_type: str) -> str:
-    """What a published checkpoint of one of PREFIXES calls the tensor that transformers calls so."""
+    """Return the name in published checkpoints of a tensor of transformers, for a type of PREFIXES."""
     prefix = PREFIXES[model_type]
     if prefix == "language_model.model.":
         name = name.removeprefix("model.").replace("lm_head.", "language_model.lm_head.")
@@ -247,5 +247,5 @@ def published(name: str, model_type: str) -> str:
     return name
 
 
-# Of native families: heads as our kernels have them.
+# Native families: head dimensions of our kernels.
 NATIVE = {"hidden_size": 256, "head_dim": 64}

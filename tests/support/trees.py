@@ -1,4 +1,4 @@
-"""What the tests of the tree builders share: random trees, poisoned outputs, and the properties of any tree."""
+"""Helpers of the tree builders' tests: random trees, poisoned outputs, and properties of any tree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BAD_TREE = 2
 
 
 def poisoned_tree(batch: int, nodes: int, device: torch.device) -> sd.Tree:
-    """Outputs full of garbage: whatever the op does not write shows."""
+    """Return outputs full of garbage: an element that the op does not write shows."""
     row = (batch, nodes)
     shapes = [row, row, row, row, row, (batch, nodes, (nodes + 63) // 64), (batch,)]
     return sd.Tree(
@@ -31,13 +31,13 @@ def assert_same_tree(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor]) 
 
 
 def mask_rows(mask: torch.Tensor) -> list[list[int]]:
-    """The nodes named by each row of one request's mask."""
+    """Return the nodes named by each row of one request's mask."""
     nodes = range(64 * mask.shape[1])
     return [[j for j in nodes if words[j // 64] >> (j % 64) & 1] for words in mask.tolist()]
 
 
 def assert_is_tree(tree: sd.Tree, b: int, seq_len: int) -> None:
-    """Row b, by walking: parents first, masks are the walks to the root, links enumerate exactly the children."""
+    """Check row b by walking: parents come first, masks are walks to the root, links list exactly the children."""
     count, parents = int(tree.num_nodes[b]), tree.parents[b].tolist()
     first_child, next_sibling = tree.first_child[b].tolist(), tree.next_sibling[b].tolist()
     masks = mask_rows(tree.mask[b])
@@ -58,7 +58,7 @@ def assert_is_tree(tree: sd.Tree, b: int, seq_len: int) -> None:
 
 
 def random_parents(batch: int, nodes: int) -> torch.Tensor:
-    """Parents before children, of every shape from stars to chains."""
+    """Return parents that precede their children, of every shape from stars to chains."""
     parents = torch.full((batch, nodes), -1, dtype=torch.int32)
     for i in range(1, nodes):
         reach = torch.randint(1, i + 1, (batch,))

@@ -31,7 +31,7 @@ def sampling(
 
 
 def chi_square_limit(degrees: int) -> float:
-    """What chi-square exceeds once in about 10 million, after Wilson and Hilferty."""
+    """Return the value that chi-square exceeds once in about 10 million, after Wilson and Hilferty."""
     return degrees * (1 - 2 / (9 * degrees) + 5.2 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
@@ -53,7 +53,7 @@ WILD = (-1, 2**31 - 1, -(2**31))
 
 
 def tree_of(parents: list[int], tokens: list[int], width: int | None = None) -> sd.Tree:
-    """One well-formed tree of `len(parents)` nodes in rows of `width`; rows that are not nodes hold wild values."""
+    """Return one well-formed tree of `len(parents)` nodes in rows of `width`; rows after the nodes hold garbage."""
     nodes = len(parents)
     width = width or nodes
     first_child, next_sibling = [-1] * nodes, [-1] * nodes
