@@ -168,7 +168,7 @@ def test_leaving_a_generator_cancels() -> None:
         async for _ in engine.generate(prompts()[0], LONG):
             break
         gc.collect()
-        while engine.engine.core.threads._requests:
+        while engine.engine.core.threads.num_requests:
             await asyncio.sleep(0.001)
 
     with make_engine(max_len=1024) as engine:

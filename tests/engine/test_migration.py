@@ -92,7 +92,7 @@ def expect_nothing_left(engine: Engine) -> None:
     if engine.config.machine.device.type == "cuda":
         torch.cuda.synchronize()
     assert int(engine.state.pool.num_free) == engine.config.num_pages
-    assert not engine.core.executor._arrived
+    assert not engine.core.executor.migrated_drafts
     assert all(int(pool.num_free) == len(pool.free_stack) for pool in engine.state.window_pools.values())
 
 

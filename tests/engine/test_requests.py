@@ -528,7 +528,7 @@ def test_an_interrupt_behind_the_submission(num_known: int | None) -> None:
         assert [len(output.tokens) for output in engine.generate(prompts(), SamplingParams(4, ignore_eos=True))] == [
             4
         ] * 8
-        while scheduler.num_running or scheduler.num_waiting or engine.core.threads._requests:
+        while scheduler.num_running or scheduler.num_waiting or engine.core.threads.num_requests:
             time.sleep(0.001)
         expect_nothing_left(engine)
 

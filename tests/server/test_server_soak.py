@@ -138,5 +138,5 @@ def test_server_soak_keeps_texts_and_leaks_nothing(name: str) -> None:
         assert end - half < 16 * 2**20
         assert all(last <= before + 4 for last, before in zip(end_open, half_open, strict=True))
         assert engine.core.scheduler.num_running == engine.core.scheduler.num_waiting == 0
-        assert len(engine.core.threads._requests) == running.app.state.server.metrics.num_open == 0
+        assert engine.core.threads.num_requests == running.app.state.server.metrics.num_open == 0
         expect_nothing_lost(engine)

@@ -35,7 +35,7 @@ def expect_nothing_left(engine: Engine) -> None:
     for window in engine.state.window_pools.values():
         assert int(window.num_free) == len(window.free_stack) and not window.page_refs.any()
     assert engine.core.scheduler.num_running == engine.core.scheduler.num_waiting == 0
-    assert not engine.core.threads._requests and not engine.state.status.any()
+    assert not engine.core.threads.num_requests and not engine.state.status.any()
 
 
 def resident_bytes() -> int:

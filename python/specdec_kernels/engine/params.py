@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..status import Edit
-from .device.logit_edits import LogitEdit
+from .logit_edits import LogitEdit
 from .text.generation_config import values_of
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from .. import _C
 from ..status import FinishReason, Status
 from .outputs import GenerationError, NewTokens, RequestOutput, TokenLogprob
 from .params import SamplingParams
+from .slot_inputs import KvSource, SlotInputs
 from .text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from .._C import RequestUpdate
-    from .transfer.kv_transfer import MigratedKv
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ResumedRequest:
     index: int
     sample: int
     counts: Sequence[int]  # rounds, drafted, accepted and cached tokens
-    kv: MigratedKv
+    kv: KvSource
 
 
 class BaseRequest:
@@ -102,7 +102,7 @@ class BaseRequest:
         self.stop_tokens, self.prediction = spec.stop_tokens, spec.prediction
         self._stop, self._num_logprobs, self._new_matcher = spec.stop, spec.num_logprobs, spec.new_matcher
         self._counts_before: Sequence[int] = (0, 0, 0, 0)  # of another engine: rounds, drafted, accepted, cached tokens
-        self._migrated_kv: MigratedKv | None = None
+        self._migrated_kv: KvSource | None = None
         self._ends = array("q")  # number of tokens after each chunk
         self._ends_as: FinishReason | None = None  # decided here, while the scheduler still runs it
         self._num_chunks: int | None = None  # in total, once there will be no more
@@ -131,7 +131,7 @@ class BaseRequest:
         """Return what the scheduler needs to know about the request."""
         params, produced = self.params, self.output.tokens
         edit = params.edits(len(self.output.prompt_tokens), self._new_matcher)
-        extra = edit, self.prediction, self._migrated_kv
+        inputs = SlotInputs(edit, self.prediction, self._migrated_kv)
         return _C.Submission(
             prompt=[*self.output.prompt_tokens, *produced],
             max_new_tokens=params.max_new_tokens - len(produced),
@@ -146,7 +146,7 @@ class BaseRequest:
             num_logprobs=self._num_logprobs,
             ngram_group=params.ngram_group,
             max_nodes=params.max_nodes,
-            extra=extra if any(extra) else None,
+            extra=inputs if any(inputs) else None,
             constrained=self._new_matcher is not None,
             migrated=self._migrated_kv is not None,
             priority=params.priority,

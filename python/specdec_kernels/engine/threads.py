@@ -114,6 +114,11 @@ class EngineThreads:
         finally:
             self._scheduler.resume()
 
+    @property
+    def num_requests(self) -> int:
+        """Return the number of requests that have not ended."""
+        return len(self._requests)
+
     def refuse_requests(self, reason: str) -> None:
         """Let no request start from now on. Raise RuntimeError if some run or wait."""
         with self._lock:

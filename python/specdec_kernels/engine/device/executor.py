@@ -12,7 +12,8 @@ from ...ops import alloc_pages, assign_pages
 from ..drafts import DraftRequest
 from ..drafts.composition import restore_slot, walk
 from ..host_tensors import to_device
-from .logit_edits import LogitEdit
+from ..logit_edits import LogitEdit
+from ..slot_inputs import SlotInputs
 from .prefill import Chunk
 from .prefill_graphs import Passes
 from .round import Round
@@ -36,7 +37,7 @@ class Executor:
         self.target, self.draft, self.state = round.target, round.draft, round.state
         self.not_captured: str | None = None  # why rounds are launched call by call instead of as graphs
         # The saved draft state of slots whose request has migrated, until they are activated.
-        self._arrived: dict[int, dict[str, Tensor]] = {}
+        self.migrated_drafts: dict[int, dict[str, Tensor]] = {}
         self._edited: set[int] = set()  # slots whose last request had logit edits
         device = self.state.seq_lens.device
         self._slots = torch.arange(len(self.state.seq_lens), dtype=torch.int32, device=device)
@@ -44,7 +45,7 @@ class Executor:
     @torch.inference_mode()
     def begin(self, slot: int, request: AdmittedRequest) -> None:
         tokens, cached = request.tokens, request.cached_entries
-        edit, prediction, arrival = request.extra or (None, (), None)
+        inputs: SlotInputs = request.extra or SlotInputs()
         state, slots = self.state, self._slots[slot : slot + 1]
         if cached:
             first = slot * state.pool.page_table.shape[1]
@@ -55,15 +56,15 @@ class Executor:
             # it stalls, and its activation reports an error.
             rows = len(tokens) - 1 + self.round.reserve
             alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
-        if edit is not None or slot in self._edited:
-            self._edit(slot, edit, tokens)
+        if inputs.edit is not None or slot in self._edited:
+            self._edit(slot, inputs.edit, tokens)
         rows, kept = len(cached) * state.pool.page_size, None
-        if arrival is not None:
-            kept = arrival.unpack(state, self.target.pools, self.draft, slots, self.prefill_chunk, len(tokens) - 1)
+        if inputs.kv is not None:
+            kept = inputs.kv.unpack(state, self.target.pools, self.draft, slots, self.prefill_chunk, len(tokens) - 1)
         if kept is not None:
-            self._arrived[slot] = kept
+            self.migrated_drafts[slot] = kept
             rows = len(tokens) - 1
-        drafted = DraftRequest(request.id, tokens, request.ngram_group, prediction, rows)
+        drafted = DraftRequest(request.id, tokens, request.ngram_group, inputs.prediction, rows)
         for draft in walk(self.draft):
             draft.begin(slot, drafted)
 
@@ -98,9 +99,9 @@ class Executor:
         rows = to_device(array("i", slots), self.state.seq_lens.device)
         if self.state.sliding():  # chunks got pages for themselves alone
             self.state.make_room(rows, self.round.reserve)
-        if arrived := [slot for slot in slots if slot in self._arrived]:
+        if arrived := [slot for slot in slots if slot in self.migrated_drafts]:
             for slot in arrived:
-                restore_slot(self.draft, slot, self._arrived.pop(slot))
+                restore_slot(self.draft, slot, self.migrated_drafts.pop(slot))
             rows = to_device(array("i", [slot for slot in slots if slot not in arrived]), rows.device)
         if len(rows) > 0:
             for draft in walk(self.draft):
@@ -127,7 +128,7 @@ class Executor:
 
     def deactivate(self, slots: list[int]) -> None:
         for slot in slots:
-            self._arrived.pop(slot, None)
+            self.migrated_drafts.pop(slot, None)
             for draft in walk(self.draft):
                 draft.release(slot)
 

@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ...ops import LogitEdits
-from ...status import Edit
-from ..host_tensors import to_device
+from ..ops import LogitEdits
+from ..status import Edit
+from .host_tensors import to_device
 
 
 class LogitEdit(NamedTuple):

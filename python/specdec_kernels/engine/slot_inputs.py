@@ -1,0 +1,33 @@
+"""What the slot of a request gets when the request begins, apart from its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from .logit_edits import LogitEdit
+
+
+class KvSource(Protocol):
+    """KV rows that a request brings from another engine."""
+
+    def unpack(
+        self, state: Any, target: Any, draft: Any, slot: Tensor, chunk: int, num_rows: int
+    ) -> dict[str, Tensor] | None:
+        """Write the rows to the slot's pages, once; see `transfer.kv_transfer.MigratedKv`."""
+
+
+class SlotInputs(NamedTuple):
+    """The inputs of a slot.
+
+    Attributes:
+        edit: the request's logit edits; None: there are none.
+        prediction: tokens that its text may repeat.
+        kv: rows that it brings; None: all rows are prefilled.
+    """
+
+    edit: LogitEdit | None = None
+    prediction: Sequence[int] = ()
+    kv: KvSource | None = None
