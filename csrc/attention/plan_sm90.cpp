@@ -1,4 +1,4 @@
-// Rules for Hopper (compute capability 9.0). The thresholds were measured on an H200: docs/notebook/attention.md.
+// Rules for Hopper (compute capability 9.0). The thresholds were measured on an H200: docs/tried.md.
 //
 // The decision, in plan_sm90() at the end of this file:
 //

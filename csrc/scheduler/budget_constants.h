@@ -23,8 +23,8 @@ struct BudgetConstants {
   // seen. Too much gain above is found out as soon as it is tried; too little is never found out.
   double optimism = 4;
   // Weight of a segment's prior correction, in predicted tokens: that of the segment below. Calibrated scores are
-  // right, and what one segment shows is mostly noise. It was 1; docs/notebook/rounds.md, "Rungs by the budget", has
-  // what 4 brought in the record h200-adaptive.
+  // right, and what one segment shows is mostly noise. It was 1; docs/tried.md, "Budget levels", says what
+  // the record h200-adaptive shows with 4.
   double correction_prior = 4;
   // Greatest correction of scores that predict too little, a factor.
   double max_correction = 2;
@@ -37,8 +37,8 @@ struct BudgetConstants {
   // it bounds what the budget costs to 1 %: the record h200-adaptive-wrong (all drafts wrong) has 0.98 to 0.99 of plain
   // decoding, and about half of that loss is catching up.
   double explore_loss_share = 1.0 / 128;
-  // Rounds of one exploration: the first shows nothing of a level above the round before it (docs/notebook/design.md,
-  // "The scheduler": with one round, 64 requests stayed at two nodes).
+  // Rounds of one exploration: the first shows nothing of a level above the round before it (docs/tried.md,
+  // "Budget levels": with one round, 64 requests stayed at two nodes).
   int explore_rounds = 2;
   // An exploration round costs at most this much more than a round of the best level, a factor, if several levels are
   // above the best.

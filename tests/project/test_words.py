@@ -14,7 +14,6 @@ ROOMS = ("csrc", "python", "bench", "docs", "tests", "examples", "packaging")
 KINDS = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".md", ".toml", ".sh", ".html", ".cmake"}
 LEFT_OUT = (
     "python/specdec_kernels/_deprecated.py",
-    "docs/notebook",
     "docs/benchmarks.md",
     "docs/models.md",
     "bench/results",

@@ -4,7 +4,7 @@ namespace specdec::layers {
 namespace {
 
 // Sizes up to which our kernels measured faster than cuBLAS: kFewRows with any weight; on Hopper, kMoreRows with a
-// weight whose rows fit one group of tiles per block, kMoreOuts (docs/notebook/rounds.md).
+// weight whose rows fit one group of tiles per block, kMoreOuts (docs/tried.md).
 constexpr int64_t kFewRows = 64, kMoreRows = 128, kMoreOuts = 32768;
 
 bool can_run(const GemmShape& s, const Device& device) {
