@@ -172,7 +172,7 @@ def merge_state_v2(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[
     return (weights[0] * v_a + weights[1] * v_b).to(v_a.dtype), torch.logaddexp(s_a, s_b)
 
 
-STAND_INS = {
+DOUBLES = {
     "flashinfer.prefill": SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PrefillWrapper),
     "flashinfer.decode": SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa),
     "sgl_kernel.flash_attn": SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache),
@@ -193,9 +193,9 @@ STAND_INS = {
 
 
 @pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+def baseline_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sglang, baselines.flashinfer, baselines.flash_attention):
-        monkeypatch.setattr(module, "module", lambda name, _device: STAND_INS[name])
+        monkeypatch.setattr(module, "module", lambda name, _device: DOUBLES[name])
 
 
 def verify_work(sampling: str) -> Work:
@@ -210,21 +210,21 @@ def test_baselines_without_gpu_are_empty() -> None:
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "top_k+top_p", "top_p", "temperature"])
-def test_sglang_baseline_of_verify_tree(sampling: str, stand_ins: None) -> None:
+def test_sglang_baseline_of_verify_tree(sampling: str, baseline_doubles: None) -> None:
     work = verify_work(sampling)
     check(work)
     assert [other.name for other in work.others][-1] == ("sglang" if sampling == "greedy" else "flashinfer")
 
 
 @pytest.mark.parametrize(("nodes", "k", "others"), [(12, 4, 2), (6, 1, 2), (8, 1, 0)])
-def test_sglang_baseline_of_build_tree(nodes: int, k: int, others: int, stand_ins: None) -> None:
+def test_sglang_baseline_of_build_tree(nodes: int, k: int, others: int, baseline_doubles: None) -> None:
     """A chain of five steps has candidates for six nodes: SGLang asks for that many."""
     work = CASES["build_tree"].make(CPU, {"batch": 5, "nodes": nodes, "k": k})
     check(work)
     assert len(work.others) == others
 
 
-def test_sglang_baseline_of_build_tree_from_mask(stand_ins: None) -> None:
+def test_sglang_baseline_of_build_tree_from_mask(baseline_doubles: None) -> None:
     work = CASES["build_tree_from_mask"].make(CPU, {"batch": 5, "nodes": 12})
     check(work)
     assert len(work.others) == 1
@@ -254,7 +254,7 @@ def test_sglang_baseline_check_finds_another_tree() -> None:
     (9, 3, "same", 3),
     (9, 16, "fp8", 0),
 ])  # fmt: skip
-def test_baselines_of_tree_attention(nodes: int, page_size: int, kv: str, others: int, stand_ins: None) -> None:
+def test_baselines_of_tree_attention(nodes: int, page_size: int, kv: str, others: int, baseline_doubles: None) -> None:
     """XQA has pages of 16 and more, and none takes 8-bit KV with 16-bit queries here."""
     params = {"batch": 3, "prefix": 50, "nodes": nodes, "page_size": page_size, "lengths": "uneven", "kv": kv}
     work = CASES["tree_attention"].make(CPU, params | {"dtype": "bfloat16", "max_len": 0})

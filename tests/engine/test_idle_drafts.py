@@ -71,13 +71,13 @@ def model_draft(engine: Engine) -> Any:
     return next(part for part in leaves(engine.draft) if isinstance(part, ModelDraft))
 
 
-def expect_same_state(resting: Any, awake: Any, slots: list[int], dtype: torch.dtype = torch.float32) -> None:
+def expect_same_state(idle: Any, awake: Any, slots: list[int], dtype: torch.dtype = torch.float32) -> None:
     """Compare the state that the next round drafts from. GEMMs of other shapes may round differently."""
-    names = {"child_ids", "child_logprobs", "last_hidden", "root_logits"} & vars(resting).keys()
-    names -= {"child_ids", "child_logprobs"} if resting.sampled else set()  # drawn when the round begins
+    names = {"child_ids", "child_logprobs", "last_hidden", "root_logits"} & vars(idle).keys()
+    names -= {"child_ids", "child_logprobs"} if idle.sampled else set()  # drawn when the round begins
     assert len(names) >= 1
     for name in names:
-        got, want = getattr(resting, name)[slots], getattr(awake, name)[slots]
+        got, want = getattr(idle, name)[slots], getattr(awake, name)[slots]
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -94,26 +94,26 @@ def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path:
     options: dict[str, Any] = {"num_slots": 4, "cuda_graph": False}
     tuning = tuning_for(draft, [1.0], device, **options)
     options["adaptive"] = True
-    resting, awake = (make_engine(d, device, tuning=tuning, **options) for d in (draft, DRAFTS[name](tmp_path)))
+    idle, awake = (make_engine(d, device, tuning=tuning, **options) for d in (draft, DRAFTS[name](tmp_path)))
     extend = awake.draft.extend
     awake.draft.extend = lambda slots, committed, *rest: extend(slots, committed._replace(idle=False), *rest)  # type: ignore[method-assign]
-    most, (rests, follows) = resting.config.needs.num_nodes, map(model_draft, (resting, awake))
+    most, (rests, follows) = idle.config.needs.num_nodes, map(model_draft, (idle, awake))
     backlog = 0
 
     def both(slots: list[int], nodes: int) -> None:
         nonlocal backlog
         if nodes > 1 or backlog == MAX_IDLE_ROUNDS:
-            catch_up(resting.draft, torch.tensor(slots, dtype=torch.int32, device=device))
-            live = [slot for slot in slots if slot >= 0 and not int(resting.state.finish_reasons[slot])]
+            catch_up(idle.draft, torch.tensor(slots, dtype=torch.int32, device=device))
+            live = [slot for slot in slots if slot >= 0 and not int(idle.state.finish_reasons[slot])]
             expect_same_state(rests, follows, live)
             backlog = 0
         backlog += nodes == 1
-        assert run_round(resting, slots, nodes) == run_round(awake, slots, nodes)
+        assert run_round(idle, slots, nodes) == run_round(awake, slots, nodes)
         if backlog:
             assert rests.backlog_lens.max() <= backlog
 
     def join(slot: int, prompt: int, budget: int = 100) -> None:
-        for engine in (resting, awake):
+        for engine in (idle, awake):
             begin(engine, slot, prompts()[prompt], budget=budget)
 
     join(0, 0)
@@ -123,15 +123,15 @@ def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path:
     join(2, 5)  # between two idle rounds: its backlog is smaller
     for nodes in (1, 1, most, most, 1):
         both([1, 2, -1, 0], nodes)
-    assert int(resting.state.finish_reasons[1])  # by its budget, amid all this
-    free = int(resting.state.pool.num_free[0])
-    for engine in (resting, awake):
+    assert int(idle.state.finish_reasons[1])  # by its budget, amid all this
+    free = int(idle.state.pool.num_free[0])
+    for engine in (idle, awake):
         engine.state.pool.num_free[0] = 0
     for _ in range(6):
         both([0, 2], 1)
-    assert resting.state.status.any()  # somebody is stalled; catching up does not ask
+    assert idle.state.status.any()  # somebody is stalled; catching up does not ask
     both([0, 2], most)
-    for engine in (resting, awake):
+    for engine in (idle, awake):
         engine.state.pool.num_free[0] = free
     both([0, 2], most)
     join(1, 6)
@@ -139,7 +139,7 @@ def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path:
         both([0, 1, 2], 1)
     both([2, 0, 1], most)
     both([2, 0, 1], most)
-    assert not resting.state.status.any() and not rests.backlog_lens.any()
+    assert not idle.state.status.any() and not rests.backlog_lens.any()
 
 
 def test_a_round_of_rest_runs_no_model(device: torch.device, tmp_path: Path) -> None:
@@ -432,8 +432,8 @@ def budget(catch_up: float, drafting: float = 10.0) -> _C.Budget:
     return _C.Budget(_C.RoundCosts([1], [[1, 2]], [[100.0, 100.0 + drafting]], [catch_up]), 4, max_idle_rounds=16)
 
 
-def test_resting_costs_what_catching_up_takes_in_the_end() -> None:
-    """A sixteenth of it a round: drafts that bring 5 % at 10 % more pay where resting costs 5 % more."""
+def test_idle_costs_what_catching_up_takes_in_the_end() -> None:
+    """A sixteenth of it a round: drafts that bring 5 % at 10 % more pay where idle costs 5 % more."""
     for cost, level in ((30.0, 0), (200.0, 1)):
         made = budget(cost)
         for _ in range(200):

@@ -162,7 +162,7 @@ def test_there_and_back_and_on(implementation: str, device: torch.device) -> Non
 
 
 def test_rounds_at_rest(device: torch.device) -> None:
-    """A draft that has rested has caught up before its request leaves, for an engine where nobody rests."""
+    """An idle draft catches up before its request moves to an engine whose drafts are never idle."""
     prompts, params = held_out("code")[:2], replace(BASE, max_new_tokens=80)
     with (
         make_engine(TARGET, eagle3(HEAD), device, adaptive=True) as a,

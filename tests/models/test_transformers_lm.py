@@ -1,4 +1,4 @@
-"""The general way beside the native one: the same states and features, and what is refused by name."""
+"""The transformers backend computes the native one's states and features, and refuses other models by name."""
 
 from __future__ import annotations
 

@@ -41,16 +41,18 @@ def sources() -> list[str]:
 
 def found_in(text: str) -> list[tuple[int, str]]:
     """Return the line and the word of each hit."""
-    pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, words()))})\b|{CLAUSE}", re.IGNORECASE | re.MULTILINE)
+    each = [re.escape(word) if word != word.lower() else f"(?i:{re.escape(word)})" for word in words()]
+    pattern = re.compile(rf"\b(?:{'|'.join(each)})\b|(?i:{CLAUSE})", re.MULTILINE)
     return [(text.count("\n", 0, hit.start()) + 1, hit[0].strip()) for hit in pattern.finditer(text)]
 
 
 def test_words_of_the_list_are_found() -> None:
-    text = "A planted one.\nWhoever, of which\nbehindhand"
+    text = "A Planted one.\nWhoever, of which\nbehindhand, StandIns"
     assert [(line, word.lower()) for line, word in found_in(text)] == [
         (1, "planted"),
         (2, "whoever"),
         (2, ", of which"),
+        (3, "standins"),
     ]
 
 

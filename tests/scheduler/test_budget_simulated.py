@@ -150,7 +150,7 @@ def test_experts_that_are_measured_too_cheap(size: int) -> None:
 
 
 def test_what_was_learnt_is_kept_in_another_batch() -> None:
-    """Worth is a curve over rows a request: a batch that grows begins where a small one ended."""
+    """The gain is a curve over rows per request: a growing batch starts with what a small one has learned."""
     machine = Machine(2, us_of)
     machine.run("chat", 1000)
     machine.size = 3

@@ -790,7 +790,7 @@ def test_gaps_between_rounds() -> None:
 
 @overlapped
 def test_streams_or_not(rounds_in_flight: int) -> None:
-    """Who does not stream is heard of once, at the end."""
+    """A request that does not stream has one update, at its end."""
     device = Device(Sizes(rounds_in_flight=rounds_in_flight))
     device.streams = False
     quiet = device.submit([1], 9)
