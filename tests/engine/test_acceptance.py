@@ -136,7 +136,7 @@ def test_a_candidate_is_right_as_often_as_the_draft_thinks(domain: str) -> None:
                 assert right[bin_].double().mean().item() == pytest.approx(thought[bin_].mean().item(), abs=error)
 
 
-def test_requests_differ() -> None:
+def test_simulated_acceptance_differs_by_request() -> None:
     """Between stretches of 215 tokens, accept lengths vary by about as much as adjacent ten seconds of a server do."""
     lengths = emitted_by_chains(log_chances("code", "eagle3"), 7)
     tenths = quantiles([mean(rounds_of(lengths, start, 215)) for start in range(0, TEXT, 250)], n=10)

@@ -34,7 +34,7 @@ async def pieces_of(engine: AsyncEngine, prompt: list[int], sampling: SamplingPa
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_texts_are_those_of_generate(name: str) -> None:
+def test_async_texts_equal_generate(name: str) -> None:
     with make_engine(name) as plain:
         want = plain.generate(prompts(), params())
 
@@ -55,7 +55,7 @@ def test_texts_are_those_of_generate(name: str) -> None:
         expect_nothing_left(engine)
 
 
-def test_many_are_submitted_together() -> None:
+def test_async_submit_many() -> None:
     mixed = [*prompts()[:4], "import os\n", *prompts()[5:]]
 
     async def main(engine: AsyncEngine) -> None:
@@ -149,7 +149,7 @@ def test_a_cancelled_task_cancels_its_request(waits: str) -> None:
         expect_nothing_left(engine)
 
 
-def test_time_is_over() -> None:
+def test_async_request_times_out() -> None:
     async def main(engine: AsyncEngine) -> None:
         request = await engine.submit(prompts()[0], LONG)
         with pytest.raises(asyncio.TimeoutError):
@@ -160,7 +160,7 @@ def test_time_is_over() -> None:
         run(main(AsyncEngine(engine)))
 
 
-def test_leaving_a_generator_cancels() -> None:
+def test_async_stream_closed_cancels_request() -> None:
     async def main(engine: AsyncEngine) -> None:
         async with contextlib.aclosing(engine.generate(prompts()[0], LONG)) as tokens:  # type: ignore[type-var]
             async for _ in tokens:
@@ -176,7 +176,7 @@ def test_leaving_a_generator_cancels() -> None:
         expect_nothing_left(engine)
 
 
-def test_errors_are_those_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_error_belongs_to_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(engine: AsyncEngine) -> None:
         good, bad = await engine.submit(prompts()[0], SamplingParams(8)), await engine.submit(prompts()[3])
         with pytest.raises(MemoryError, match="no room"):
@@ -204,7 +204,7 @@ def test_errors_are_those_of_their_request(monkeypatch: pytest.MonkeyPatch) -> N
         run(main(AsyncEngine(engine)))
 
 
-def test_event_loops_in_threads() -> None:
+def test_async_event_loops_in_threads() -> None:
     """Each with many tasks, cancels among them, beside threads that do without asyncio."""
     sampling = SamplingParams(NEW_TOKENS, ignore_eos=True)
     with make_engine("chain", num_slots=5) as engine:
@@ -274,7 +274,7 @@ def test_a_request_belongs_to_its_event_loop() -> None:
         run(main())
 
 
-def test_the_event_loop_hears_of_a_turn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_event_loop_is_notified_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many requests gained something in it, and of nothing while nothing happens."""
     calls: list[int] = []
     with make_engine("none", num_slots=6) as engine:

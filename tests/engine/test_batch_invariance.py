@@ -77,7 +77,7 @@ def logits_of(
     ("name", "kv_dtype"),
     [*thinned(((name, None) for name in DRAFTS), lambda case: case[0] != "chain"), ("tree", "fp8_e4m3")],
 )
-def test_logits_are_the_same_in_any_company(
+def test_batch_invariant_logits_equal_in_any_batch(
     name: str, kv_dtype: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Call by call, so that the logits of a round can be looked at.
@@ -92,7 +92,7 @@ def test_logits_are_the_same_in_any_company(
 
 
 @pytest.mark.parametrize("name", representative(DRAFTS))
-def test_texts_are_the_same_in_any_company(name: str, device: torch.device) -> None:
+def test_batch_invariant_texts_equal_in_any_batch(name: str, device: torch.device) -> None:
     """Greedy and sampled; on a GPU captured and overlapped; with more requests than slots, in other orders."""
     engine = make_engine(name, device)
     prompts = [prompt[: 5 + 7 * n] for n, prompt in enumerate(held_out("code")[:9])]
@@ -107,7 +107,7 @@ def test_texts_are_the_same_in_any_company(name: str, device: torch.device) -> N
             assert (output.tokens, output.logprobs) == (alone[n].tokens, alone[n].logprobs), n
 
 
-def test_what_cannot_be_invariant_is_refused() -> None:
+def test_batch_invariant_refuses_other_options() -> None:
     def refusal(**options: object) -> str:
         with pytest.raises(ValueError) as error:
             Engine(tiny_model("target"), num_slots=4, batch_invariant=True, device="cpu", **options)  # type: ignore[arg-type]

@@ -51,12 +51,12 @@ def first_tokens(device: torch.device, cut_by: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cut_by", ["chosen", "the row"])
-def test_a_cut_that_does_not_see_what_it_cuts_is_exact(device: torch.device, cut_by: str) -> None:
+def test_budget_cut_by_scores_is_exact(device: torch.device, cut_by: str) -> None:
     found, want = first_tokens(device, cut_by).double(), TARGET.double() * BATCH * TURNS
     chi_square = float(((found - want) ** 2 / want).sum())
     assert math.exp(-chi_square / 2) > 1e-5  # 2 degrees of freedom
 
 
-def test_a_cut_by_the_drawn_token_is_not(device: torch.device) -> None:
+def test_budget_cut_by_drawn_token_is_biased(device: torch.device) -> None:
     found = first_tokens(device, "the token").double() / (BATCH * TURNS)
     assert float((found - TARGET).abs().max()) > 0.02

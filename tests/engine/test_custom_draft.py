@@ -96,7 +96,7 @@ def test_greedy_text_is_that_of_plain_decoding(adaptive: bool, device: torch.dev
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_its_rounds_are_captured(adaptive: bool) -> None:
+def test_custom_draft_rounds_are_captured(adaptive: bool) -> None:
     engine = make_engine(Bigrams(), "cuda", adaptive=adaptive)
     assert engine.graphs is not None
     outputs = expect_plain_texts(engine)
@@ -123,7 +123,7 @@ UNIONS = {
 
 
 @pytest.mark.parametrize("name", UNIONS)
-def test_unions_of_any_two(name: str, device: torch.device) -> None:
+def test_union_text_equals_plain_decoding(name: str, device: torch.device) -> None:
     outputs = expect_plain_texts(make_engine(UNIONS[name](), device, adaptive=False))
     assert accept_length(outputs) > (2 if "head" in name else 1.2)
 
@@ -305,7 +305,7 @@ class Asking(Draft):
     ],
     ids=str,
 )
-def test_what_no_engine_can_provide(needs: dict[str, Any], message: str) -> None:
+def test_draft_needs_out_of_range_are_refused(needs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         make_engine(Asking(**needs))
     assert str(error.value) == f"Engine: draft (Asking) needs {message}"

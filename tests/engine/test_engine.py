@@ -193,7 +193,7 @@ def test_one_token_prompts(name: str, device: torch.device) -> None:
         comparison.check(prompt, output.tokens, text)
 
 
-def test_stats(device: torch.device) -> None:
+def test_engine_stats_add_up(device: torch.device) -> None:
     engine = make_engine(DRAFTS["eagle3-chain"](), "batched", device)
     engine.generate(prompts()[:3], SamplingParams(8))
     before = engine.stats()
@@ -298,7 +298,7 @@ def test_five_hundred_prompts_are_those_of_plain_decoding(name: str) -> None:
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 @pytest.mark.parametrize("name", representative(DRAFTS))
-def test_without_graphs_the_same(name: str) -> None:
+def test_engine_without_graphs_keeps_texts(name: str) -> None:
     captured = make_engine(DRAFTS[name](), "page3", torch.device("cuda"))
     assert captured.graphs is not None
     called = Engine(TARGET, draft=DRAFTS[name](), max_len=MAX_LEN, dtype=torch.float32, device="cuda", cuda_graph=False)
@@ -327,7 +327,7 @@ def test_a_bad_prompt_starts_nothing(prompt: list[int], message: str) -> None:
     assert engine.generate([prompts()[0]], SamplingParams(2))[0].tokens == reference()[0][:2]
 
 
-def test_messages_of_parameters() -> None:
+def test_sampling_params_error_messages() -> None:
     with pytest.raises(ValueError, match="Eagle3: topk is 65, expected 1 to 64"):
         Eagle3("x", topk=65)
     with pytest.raises(ValueError, match="SamplingParams: max_new_tokens is 0, expected at least 1"):

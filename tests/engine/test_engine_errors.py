@@ -49,7 +49,7 @@ def expect_usable(engine: Engine, want: list[list[int]], prompts: list[list[int]
 # --- prompts
 
 
-def test_no_prompts(engine: Engine) -> None:
+def test_generate_without_prompts(engine: Engine) -> None:
     assert engine.generate([]) == []
 
 
@@ -68,7 +68,7 @@ def test_no_prompts(engine: Engine) -> None:
     ],
     ids=["list", "tuple", "ndarray", "tensor", "2-d array", "2-d tensor", "arrays", "tensors", "NumPy ints"],
 )
-def test_one_prompt_in_many_shapes(engine: Engine, same: Any) -> None:
+def test_generate_accepts_prompt_types(engine: Engine, same: Any) -> None:
     ids = [5, 6, 7]
     (want,), (got,) = engine.generate([ids], EIGHT), engine.generate(same(ids), EIGHT)
     assert got.tokens == want.tokens and got.prompt_tokens == ids
@@ -110,9 +110,7 @@ def test_one_prompt_in_many_shapes(engine: Engine, same: Any) -> None:
         (None, TypeError, "generate: prompts is a NoneType, expected text, token ids, or a list of them"),
     ],
 )
-def test_bad_prompts_are_named_and_start_nothing(
-    engine: Engine, prompts: Any, error: type[Exception], message: str
-) -> None:
+def test_generate_bad_prompt_starts_nothing(engine: Engine, prompts: Any, error: type[Exception], message: str) -> None:
     events: list[NewTokens] = []
     with pytest.raises(error) as raised:
         engine.generate(prompts, on_tokens=events.append)
@@ -120,7 +118,7 @@ def test_bad_prompts_are_named_and_start_nothing(
     assert not events and engine.core.scheduler.num_waiting == 0
 
 
-def test_wrong_number_of_params(engine: Engine) -> None:
+def test_generate_wrong_number_of_params_is_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="generate: params has 2 entries, expected one, or 3 like prompts"):
         engine.generate([[1], [2], [3]], [EIGHT, EIGHT])
 
@@ -134,13 +132,13 @@ def test_wrong_number_of_params(engine: Engine) -> None:
         ("greedy", "generate: params[0] is a str, expected SamplingParams"),
     ],
 )
-def test_params_that_are_none(engine: Engine, params: Any, message: str) -> None:
+def test_generate_wrong_params_type_is_refused(engine: Engine, params: Any, message: str) -> None:
     with pytest.raises(TypeError) as error:
         engine.generate([[1], [2]], params)
     assert str(error.value) == message
 
 
-def test_a_batch_of_a_tokenizer_is_no_prompt(engine: Engine) -> None:
+def test_generate_tokenizer_batch_is_refused(engine: Engine) -> None:
     batch = BatchEncoding({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]})
     with pytest.raises(TypeError) as error:
         engine.generate(batch, EIGHT)  # type: ignore[arg-type]
@@ -150,7 +148,7 @@ def test_a_batch_of_a_tokenizer_is_no_prompt(engine: Engine) -> None:
     assert engine.generate(batch["input_ids"], EIGHT)[0].prompt_tokens == [1, 2]
 
 
-def test_too_many_stop_tokens(engine: Engine) -> None:
+def test_generate_too_many_stop_tokens_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="SamplingParams: stop_token_ids has 17 entries, expected at most 16"):
         engine.generate([1], SamplingParams(stop_token_ids=range(17)))
 
@@ -182,7 +180,7 @@ def test_too_many_stop_tokens(engine: Engine) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_bad_sizes_are_refused_before_loading(
+def test_engine_bad_size_is_refused_before_loading(
     folder: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec_kernels.engine.startup.open_language_model", None)
@@ -191,14 +189,14 @@ def test_bad_sizes_are_refused_before_loading(
     assert str(error.value) == message
 
 
-def test_batch_sizes_to_capture() -> None:
+def test_engine_batch_sizes_to_capture() -> None:
     assert [default_batch_sizes(n) for n in (1, 3, 4)] == [[1], [1, 2, 3], [1, 2, 4]]
     assert default_batch_sizes(64) == [1, 2, 4, 8, 12, 16, 24, 32, 48, 64]
     sizes = default_batch_sizes(1000)
     assert sizes == sorted(sizes) and all(2 * a <= 3 * b for a, b in zip(sizes[4:], sizes[3:], strict=False))
 
 
-def test_cuda_without_a_gpu_or_a_cuda_build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_cuda_without_gpu_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"Engine: device is cuda:1, expected cpu \(torch finds no GPU\)"):
         make_engine(folder, device="cuda:1")
@@ -211,7 +209,7 @@ def test_cuda_without_a_gpu_or_a_cuda_build(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("path", [Path("nowhere"), "/nowhere", "./nowhere", "a/b/c"])
-def test_a_folder_that_is_none(folder: Path, path: str | Path) -> None:
+def test_engine_missing_folder_is_refused(folder: Path, path: str | Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"Engine: model is {path!s}, expected an existing folder or a hub id"):
         Engine(path)
     for draft, name in ((Eagle(path), "head"), (Eagle3(path), "head"), (Standalone(path), "model")):
@@ -222,7 +220,7 @@ def test_a_folder_that_is_none(folder: Path, path: str | Path) -> None:
             make_engine(folder, draft=draft)
 
 
-def test_a_hub_id_of_a_head_becomes_a_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_engine_head_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         "specdec_kernels.models.weights.checkpoint.snapshot_download", lambda name, allow_patterns: tmp_path / name
     )
@@ -233,7 +231,7 @@ def test_a_hub_id_of_a_head_becomes_a_snapshot(monkeypatch: pytest.MonkeyPatch, 
 # --- while it runs
 
 
-def test_one_failing_request_does_not_take_the_others_along(folder: Path, tmp_path: Path) -> None:
+def test_generate_failing_request_keeps_others(folder: Path, tmp_path: Path) -> None:
     prompts = random_prompts(6)
     want = texts(make_engine(folder), prompts)
     poison = next(token for token in range(VOCAB) if not any(token in text for text in prompts + want))
@@ -250,9 +248,7 @@ def test_one_failing_request_does_not_take_the_others_along(folder: Path, tmp_pa
     expect_usable(engine, want, prompts)  # also: NaN left in pages harms nobody
 
 
-def test_an_exception_in_the_model_ends_generate_and_nothing_else(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generate_model_exception_keeps_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = random_prompts(5)
     want = texts(engine, prompts)
     forward, calls = engine.target.forward, 0
@@ -272,7 +268,7 @@ def test_an_exception_in_the_model_ends_generate_and_nothing_else(
 
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("at", [1, 2, 7])
-def test_ctrl_c(engine: Engine, at: int) -> None:
+def test_generate_interrupted_keeps_engine(engine: Engine, at: int) -> None:
     prompts = random_prompts(5)
     want = texts(engine, prompts)
     calls = 0
@@ -290,7 +286,9 @@ def test_ctrl_c(engine: Engine, at: int) -> None:
 
 @pytest.mark.parametrize("method", ["begin", "prefill", "activate", "launch"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_an_exception_in_any_call(engine: Engine, method: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executor_exception_keeps_engine(
+    engine: Engine, method: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before or after it did its work: it comes out of the `generate` whose request it ended."""
     prompts = random_prompts(5)
     want = texts(engine, prompts)
@@ -311,7 +309,7 @@ def test_an_exception_in_any_call(engine: Engine, method: str, after: bool, monk
     expect_usable(engine, want, prompts)
 
 
-def test_an_exception_of_nobody_is_logged(
+def test_deactivate_exception_is_logged(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Slots count as given back whatever the draft says to that; texts are what they are."""
@@ -331,7 +329,7 @@ def test_an_exception_of_nobody_is_logged(
     expect_usable(engine, want, prompts)
 
 
-def test_a_failing_callback(engine: Engine) -> None:
+def test_generate_failing_callback(engine: Engine) -> None:
     prompts = random_prompts(5)
     want = texts(engine, prompts)
 
@@ -343,7 +341,7 @@ def test_a_failing_callback(engine: Engine) -> None:
     expect_usable(engine, want, prompts)
 
 
-def test_generate_within_generate(engine: Engine) -> None:
+def test_generate_in_callback_is_refused(engine: Engine) -> None:
     prompts = random_prompts(4)
     want = texts(engine, prompts)
     others: list[list[list[int]]] = []
@@ -379,7 +377,7 @@ def test_generate_from_two_threads(engine: Engine) -> None:
     assert results == want
 
 
-def test_pages_held_elsewhere_are_an_error_not_a_wrong_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_pages_held_elsewhere_raise(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = random_prompts(3)
     want = texts(engine, prompts)
     num_free = engine.state.pool.num_free

@@ -200,7 +200,7 @@ def test_one_stop_string_and_a_minimum() -> None:
     assert output.finish_reason == FinishReason.STOP and len(output.tokens) > minimum
 
 
-def test_characters_of_several_tokens() -> None:
+def test_stream_joins_characters_of_several_tokens() -> None:
     from specdec_kernels.engine.text.stop_strings import StopStrings
 
     tokens = tokenizer()("x = 'äöü€😀' # done")["input_ids"]
@@ -228,7 +228,7 @@ def test_characters_of_several_tokens() -> None:
     ],
     ids=str,
 )
-def test_bad_parameters(bad: dict[str, Any], message: str) -> None:
+def test_output_params_refuse_bad_values(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         SamplingParams(**bad)
     assert str(error.value) == f"SamplingParams: {message}"

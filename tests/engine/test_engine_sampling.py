@@ -69,7 +69,7 @@ def plain() -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize(("name", "layout"), covering(DRAFTS, LAYOUTS))
-def test_text_depends_on_the_seed_alone(name: str, layout: str, device: torch.device) -> None:
+def test_sampled_text_depends_on_seed_alone(name: str, layout: str, device: torch.device) -> None:
     engine = make_engine(name, layout, device)
     outputs = engine.generate(prompts(), params())
     assert differing(outputs, plain(), params()) <= 2
@@ -80,7 +80,7 @@ def test_text_depends_on_the_seed_alone(name: str, layout: str, device: torch.de
 
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "eagle3-bush", "standalone"])
-def test_logits_may_be_those_of_visited_nodes_alone(
+def test_sampled_text_needs_visited_logits_alone(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in large rounds: the same texts and log-probabilities, whatever stands where nothing is computed."""
@@ -109,7 +109,7 @@ def test_logits_may_be_those_of_visited_nodes_alone(
             assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
 
 
-def test_plain_text_is_what_the_reference_draws() -> None:
+def test_sampled_text_equals_reference() -> None:
     """From transformers' logits, with the noise that docs/verification.md defines."""
     for output, sampling in list(zip(plain(), params(), strict=True))[:6]:
         for at in range(0, len(output.tokens), 3):
@@ -126,7 +126,7 @@ def test_greedy_rows_of_a_mixed_batch() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3-tree", "ngram"])
-def test_order_and_company_do_not_matter(name: str) -> None:
+def test_sampled_text_ignores_batch_and_order(name: str) -> None:
     engine = make_engine(name, "batched")
     order = torch.randperm(len(prompts())).tolist()[:10]
     outputs = engine.generate([prompts()[i] for i in order], [params()[i] for i in order])
@@ -134,7 +134,7 @@ def test_order_and_company_do_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3-tree", "ngram", "standalone"])
-def test_a_retracted_request_draws_the_same(name: str) -> None:
+def test_sampled_text_survives_retraction(name: str) -> None:
     each = [SamplingParams(100, ignore_eos=True, temperature=0.8, seed=i) for i in range(4)]
     want = make_engine(name, "batched").generate(prompts()[:4], each)
     tight = Engine(
@@ -155,7 +155,7 @@ def test_other_seeds_give_other_texts() -> None:
     assert texts[0] == texts[1] and len(set(texts)) == 5
 
 
-def test_without_a_seed_every_run_is_another_and_can_be_repeated() -> None:
+def test_drawn_seed_is_reported_and_repeatable() -> None:
     engine = make_engine("ngram", "batched")
     unseeded = SamplingParams(NEW_TOKENS, temperature=1.0)
     outputs = engine.generate([prompts()[0]] * 3, unseeded) + engine.generate([prompts()[0]], unseeded)
@@ -175,7 +175,7 @@ def test_without_a_seed_every_run_is_another_and_can_be_repeated() -> None:
     ],
     ids=str,
 )
-def test_what_leaves_one_token_is_greedy(narrow: dict[str, Any]) -> None:
+def test_sampling_of_one_token_is_greedy(narrow: dict[str, Any]) -> None:
     want = greedy_by_transformers(reference_model(), prompts()[:8], NEW_TOKENS)
     outputs = make_engine("eagle3-tree", "batched").generate(
         prompts()[:8], SamplingParams(NEW_TOKENS, seed=5, **narrow)
@@ -202,7 +202,7 @@ def test_what_leaves_one_token_is_greedy(narrow: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_bad_parameters(bad: dict[str, Any], message: str) -> None:
+def test_sampling_params_refuse_bad_values(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         SamplingParams(**bad)
     assert str(error.value) == f"SamplingParams: {message}"

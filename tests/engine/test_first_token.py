@@ -97,7 +97,7 @@ def some_prompts() -> list[list[int]]:
 
 
 @every_draft
-def test_a_token_costs_a_pass(name: str, device: torch.device) -> None:
+def test_first_token_costs_one_pass(name: str, device: torch.device) -> None:
     """Requests that arrive together take one prefill and one first round, which drafts nothing and is not counted.
 
     The request may end with that token.
@@ -132,7 +132,7 @@ def test_accept_length_is_of_the_other_rounds(name: str) -> None:
         assert all(output.stats.accept_length == 1 for output in outputs)
 
 
-def test_a_trace_tells_them_apart(tmp_path: Path) -> None:
+def test_trace_separates_first_rounds(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     engine = make_engine("eagle3-chain", trace=file)
     engine.generate(some_prompts(), SamplingParams(8, ignore_eos=True))
@@ -216,7 +216,7 @@ def test_a_cached_prompt_prefills_a_row(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "ngram"])
-def test_behind_a_window(name: str, device: torch.device) -> None:
+def test_first_token_with_window(name: str, device: torch.device) -> None:
     """The root sees the rows of its window when most pages of the prompt are gone."""
     model, prompts = model_of("all"), random_texts(3 * WINDOW, WINDOW + 1, 100, 1)
     engine = Engine(
@@ -238,7 +238,7 @@ def test_behind_a_window(name: str, device: torch.device) -> None:
         comparison.check(prompt, output.tokens, want)
 
 
-def test_a_grammar_has_its_say(device: torch.device) -> None:
+def test_first_token_under_grammar(device: torch.device) -> None:
     pytest.importorskip("xgrammar")
     engine = make_engine("eagle3-tree", device, grammars=True)
     calls = Calls(engine)
@@ -253,7 +253,7 @@ def test_a_grammar_has_its_say(device: torch.device) -> None:
     assert one.text is not None and one.text.isdigit() and one.stats.rounds == 0
 
 
-def test_who_arrives_with_rows_begins_with_any_round() -> None:
+def test_migrated_request_needs_no_first_round() -> None:
     prompt = held_out("code")[0][:30]
     (want,) = make_engine("eagle3-tree").generate(prompt, SamplingParams(40, ignore_eos=True))
     here, there = make_engine("eagle3-tree"), make_engine("eagle3-tree")
@@ -267,7 +267,7 @@ def test_who_arrives_with_rows_begins_with_any_round() -> None:
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "eagle3-tree", "eagle3+ngram", "standalone"])
-def test_who_stalls_in_it_begins_without_drafts(name: str, device: torch.device) -> None:
+def test_stalled_first_round_continues_without_drafts(name: str, device: torch.device) -> None:
     """Nothing of the slot has changed, and the text is the same."""
     texts: list[list[int]] = []
     for stalls in (False, True):
@@ -292,7 +292,7 @@ def test_who_stalls_in_it_begins_without_drafts(name: str, device: torch.device)
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3-tree", "standalone"])
-def test_all_that_may_be_asked_of_a_first_token(name: str, device: torch.device) -> None:
+def test_first_token_supports_all_params(name: str, device: torch.device) -> None:
     """Seeds, penalties, biases, log-probabilities, a minimum and stop tokens: as in rounds of plain decoding."""
     prompt = held_out("code")[1][:30]
     engine = make_engine(name, device)

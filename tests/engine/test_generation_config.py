@@ -77,7 +77,7 @@ def made_by_transformers(model: Any, config: GenerationConfig) -> tuple[dict[str
     ],
     ids=str,
 )
-def test_what_transformers_makes_of_it(model: Any, given: dict[str, Any]) -> None:
+def test_generation_config_equals_transformers(model: Any, given: dict[str, Any]) -> None:
     config = GenerationConfig(**given)
     params = SamplingParams.from_generation_config(config)
     want, others = made_by_transformers(model, config)
@@ -129,7 +129,7 @@ def test_every_refusal_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_what_would_change_the_text_is_refused_by_name(name: str) -> None:
+def test_generation_config_refuses_unsupported_fields(name: str) -> None:
     nothing = (REFUSED | REFUSED_OF_DRAWS | REFUSED_OF_GREEDY)[name]
     config = config_with(name, name not in REFUSED_OF_GREEDY)
     with pytest.raises(ValueError) as error:
@@ -144,7 +144,7 @@ def test_what_would_change_the_text_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*REFUSED_OF_DRAWS, *REFUSED_OF_GREEDY])
-def test_what_has_no_part_in_it_is_not_refused(name: str) -> None:
+def test_generation_config_ignores_irrelevant_fields(name: str) -> None:
     config = config_with(name, name in REFUSED_OF_GREEDY)
     assert SamplingParams.from_generation_config(config).stop_token_ids == (3,)
 
@@ -162,7 +162,7 @@ def test_transformers_would_change_the_text(model: Any, name: str) -> None:
     assert len(made_by_transformers(model, config_with(name, True))[1]) == 1
 
 
-def test_overrides() -> None:
+def test_generation_config_overrides() -> None:
     config = GenerationConfig(
         do_sample=True, temperature=0.7, top_p=0.8, eos_token_id=[3, 5], max_new_tokens=40, stop_strings=["\n\n", "#"]
     )
@@ -181,7 +181,7 @@ def test_overrides() -> None:
         SamplingParams.from_generation_config(config, num_beams=3)
 
 
-def test_where_it_comes_from(folder: Path, model: Any, tmp_path: Path) -> None:
+def test_generation_config_source(folder: Path, model: Any, tmp_path: Path) -> None:
     """A folder, a module, and a LoRA's folder, which names its base."""
     given = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3, 5]}
     GenerationConfig(**given).save_pretrained(tmp_path)
@@ -220,7 +220,7 @@ def test_where_it_comes_from(folder: Path, model: Any, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_sources(source: Any, error: type[Exception], message: str) -> None:
+def test_generation_config_refuses_other_sources(source: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as raised:
         SamplingParams.from_generation_config(source)
     assert str(raised.value) == f"SamplingParams: {message}"
@@ -255,7 +255,7 @@ def sampled(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_flag(sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_config_flag(sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without it a text is greedy; flags beside it win."""
     texts = []
     for flags in (
@@ -272,7 +272,7 @@ def test_the_flag(sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.partition("\n\ngreen:")[0] == texts[0]
 
 
-def test_the_flag_refuses(sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_config_flag_refuses_bad_file(sampled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     GenerationConfig(no_repeat_ngram_size=3).save_pretrained(sampled)
     assert generate("--model-path", str(sampled), "--generation-config", "auto") == 2
     assert capsys.readouterr().err == (

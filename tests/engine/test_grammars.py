@@ -140,7 +140,7 @@ def test_text_is_the_targets_under_the_grammar(name: str, device: torch.device) 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", representative(DRAFTS))
-def test_every_text_fits(name: str, temperature: float, device: torch.device) -> None:
+def test_grammar_accepts_every_text(name: str, temperature: float, device: torch.device) -> None:
     """Also where drafts are drawn, whose text is another with each draft."""
     each = params(temperature=temperature)
     check_texts(make_engine(name, device, num_slots=3).generate(prompts(), each), each)
@@ -199,7 +199,7 @@ def holds(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @pytest.mark.soak
-def test_texts_are_json(device: torch.device) -> None:
+def test_grammar_json_texts_parse(device: torch.device) -> None:
     """Every one of a thousand, at temperatures from 0 to 1."""
     texts = [prompt[:30] for prompt in held_out("code")]
     each = [
@@ -216,7 +216,7 @@ def test_texts_are_json(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "ngram"])
-def test_by_levels(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_grammar_by_budget_levels(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(Round, "_goes_by_depth", lambda *_: True)
     outputs = make_engine(name, device).generate(prompts(), params())
     assert [output.tokens for output in outputs] == wanted()
@@ -231,7 +231,7 @@ def test_a_request_that_is_retracted_goes_on_within_its_grammar(name: str, devic
 
 
 @pytest.mark.parametrize("in_flight", [2, 3])
-def test_rounds_in_flight(in_flight: int, device: torch.device) -> None:
+def test_grammar_with_rounds_in_flight(in_flight: int, device: torch.device) -> None:
     engine = make_engine("eagle3-tree", device, rounds_in_flight=in_flight, num_slots=2)  # which are used again
     outputs = engine.generate(prompts(), params())
     assert [output.tokens for output in outputs] == wanted()
@@ -265,7 +265,7 @@ def test_a_budget_may_cut_a_text_off(device: torch.device) -> None:
         ({"grammar": "root ::= 1", "min_new_tokens": 3}, "SamplingParams: min_new_tokens is 3, expected 0 beside grammar"),
     ],
 )  # fmt: skip
-def test_messages(given: dict[str, Any], message: str) -> None:
+def test_grammar_error_messages(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         SamplingParams(**given)
     assert str(error.value) == message
@@ -282,7 +282,7 @@ def test_messages(given: dict[str, Any], message: str) -> None:
     ],
     ids=["regex", "grammar", "json", "schema", "no end"],
 )  # fmt: skip
-def test_what_does_not_compile_is_refused(given: dict[str, Any], message: str) -> None:
+def test_grammar_that_does_not_compile_is_refused(given: dict[str, Any], message: str) -> None:
     engine = make_engine("none")
     with pytest.raises(ValueError) as error:
         engine.submit([1, 2], SamplingParams(**given))
@@ -296,7 +296,7 @@ def test_an_engine_without_grammars_refuses_them() -> None:
     assert str(error.value) == "SamplingParams: json_schema is given, expected none without Engine(grammars=True)"
 
 
-def test_without_xgrammar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_without_xgrammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
     with pytest.raises(ValueError) as error:
         make_engine("none").submit([1, 2], SamplingParams(regex="a"))

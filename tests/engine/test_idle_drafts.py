@@ -85,7 +85,7 @@ def expect_same_state(idle: Any, awake: Any, slots: list[int], dtype: torch.dtyp
 
 
 @every_draft
-def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_idle_draft_proposes_same_after_catch_up(name: str, device: torch.device, tmp_path: Path) -> None:
     """After a draft was idle, its state is that of a draft that never was.
 
     Slots join, stall, end and are reused in between, and backlogs fill up to their limit.
@@ -142,7 +142,7 @@ def test_what_is_drafted_after_a_rest(name: str, device: torch.device, tmp_path:
     assert not idle.state.status.any() and not rests.backlog_lens.any()
 
 
-def test_a_round_of_rest_runs_no_model(device: torch.device, tmp_path: Path) -> None:
+def test_idle_round_runs_no_draft_model(device: torch.device, tmp_path: Path) -> None:
     for name in DRAFTS:
         draft = DRAFTS[name](tmp_path)
         tuning = tuning_for(draft, [1.0], device, cuda_graph=False)
@@ -162,7 +162,7 @@ def test_a_round_of_rest_runs_no_model(device: torch.device, tmp_path: Path) -> 
         assert len(calls) == 1 and not model.backlog_lens.any()
 
 
-def test_rows_that_the_ring_has_lost(device: torch.device) -> None:
+def test_idle_draft_backlog_overflow(device: torch.device) -> None:
     """Of a slot that rests for longer, which wants no drafts: the last rows are right, and nothing else is touched."""
     draft = Eagle3(HEAD, num_steps=3, topk=2)
     engine = make_engine(draft, device, adaptive=True, tuning=tuning_for(draft, [1.0], device), cuda_graph=False)
@@ -184,7 +184,7 @@ def test_rows_that_the_ring_has_lost(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "eagle3+ngram"])
-def test_whoever_rests_for_good_teaches_nothing(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_idle_for_good_updates_no_calibration(name: str, device: torch.device, tmp_path: Path) -> None:
     """The calibration is what it is without requests that want no drafts, whose own are those of another text."""
     counts = []
     for slots in ([1], [0, 1]):
@@ -260,7 +260,7 @@ def plain_texts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_idle_draft_with_joining_requests(name: str, device: torch.device, tmp_path: Path) -> None:
     """Run rounds of any kind in any order, in a pool from which requests are retracted.
 
     Some requests are cancelled, and some want no drafts.
@@ -307,7 +307,7 @@ def test_requests_that_join_and_leave(name: str, device: torch.device, tmp_path:
 
 
 @every_draft
-def test_an_engine_that_rests(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_engine_with_idle_drafts_keeps_texts(name: str, device: torch.device, tmp_path: Path) -> None:
     """As its costs suggest: no text changes, and full rings are emptied."""
     draft = DRAFTS[name](tmp_path)
     tuning = tuning_for(draft, [1.0, 1e9], device)
@@ -443,7 +443,7 @@ def test_idle_costs_what_catching_up_takes_in_the_end() -> None:
         assert made.next_level(0, 1, 0, 16) == level
 
 
-def test_a_rest_ends_when_it_has_cost_as_much_as_catching_up() -> None:
+def test_idle_ends_when_loss_equals_catch_up_cost() -> None:
     """A draft resumes once its idle rounds have lost as many tokens as catching up costs.
 
     An idle round loses what drafting would have gained in its time. Catching up is charged less for a larger backlog.
@@ -458,7 +458,7 @@ def test_a_rest_ends_when_it_has_cost_as_much_as_catching_up() -> None:
 
 
 @pytest.mark.parametrize("catch_up", [1.0, 100.0, 800.0])
-def test_trials_pay_for_catching_up(catch_up: float) -> None:
+def test_exploration_pays_for_catch_up(catch_up: float) -> None:
     """Drafts that are all wrong are tried all the same, and all of it takes 2 % at most."""
     made, backlog, tried, us = budget(catch_up, drafting=100.0), 0, 0, 0.0
     for _ in range(200):

@@ -75,7 +75,7 @@ def test_a_head_of_one_layer_decides_no_bounds() -> None:
     assert bounds_of(head, 12, 2) == bounds_of(whole, 12, 2) == [4352, 8226]  # the target's own
 
 
-def test_an_8b_model_on_an_h200() -> None:
+def test_kv_buckets_of_8b_model_on_h200() -> None:
     short, long = resolve(max_len=2048), resolve(max_len=32768)
     assert short.batch_sizes == long.batch_sizes == (1, 2, 4, 8) and [*map(len, short.rows)] == [10, 11, 11, 11]
     assert (len(short.round_sizes), len(long.round_sizes)) == (56, 94)  # of 43 batch sizes and numbers of rows
@@ -134,7 +134,7 @@ def test_up_to_a_bound_plans_are_those_at_the_bound(seed: int) -> None:
             assert plans(length) == plans(high)
 
 
-def test_of_too_many_bounds_the_nearest_go() -> None:
+def test_kv_buckets_merge_nearest_bounds() -> None:
     """Each of six calls changes its plan elsewhere."""
     lengths = [1024, 1100, 4096, 9000, 10240, 32768]
 
@@ -147,7 +147,7 @@ def test_of_too_many_bounds_the_nearest_go() -> None:
     assert len(bounds) == MOST_BOUNDS and bounds[-1] == 131_072
 
 
-def test_the_gpu_that_is_current() -> None:
+def test_kv_buckets_use_current_gpu() -> None:
     if _C.cuda_version is None:
         with pytest.raises(NotImplementedError, match=r"^current_gpu: this build of specdec_kernels has no CUDA half"):
             _C.current_gpu()
@@ -169,7 +169,7 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
 
 
 @pytest.mark.parametrize(("name", "rounds_in_flight"), covering(DRAFTS, [1, 2, 3]))
-def test_texts_cross_bounds(
+def test_kv_bucket_crossing_keeps_texts(
     name: str, rounds_in_flight: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each round gets its longest KV, and on a GPU runs the smallest graph for it.
@@ -224,7 +224,7 @@ def test_texts_cross_bounds(
         assert min(seen - {0}) < steps[0] and max(seen) > 180 and len(seen) > 20
 
 
-def test_a_round_that_is_told_too_little_says_so(device: torch.device) -> None:
+def test_round_with_too_small_kv_bound_raises(device: torch.device) -> None:
     """The bound is what attention goes by, and a wrong one is no wrong text."""
     engine = Engine(TARGET, max_len=512, num_slots=1, dtype=torch.float32, device=device, cuda_graph=False)
     launch = engine.core.executor.round.launch

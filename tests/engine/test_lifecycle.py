@@ -103,7 +103,7 @@ print("ends")
         assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
 
 
-def test_tokens_may_lose_their_storage_under_an_insert() -> None:
+def test_insert_survives_concurrent_storage_swap() -> None:
     index = sd.NgramIndex(1 << 22, 1)
     ends = threading.Event()
     tokens = torch.arange(1 << 20, dtype=torch.int32)

@@ -97,7 +97,7 @@ def expect_nothing_left(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", representative(DRAFTS))
-def test_texts_are_those_of_who_stays(name: str, device: torch.device) -> None:
+def test_migrated_text_equals_unmoved(name: str, device: torch.device) -> None:
     """Requests with all parameters move from any point of their texts, among others, to an engine with another page size."""
     pytest.importorskip("xgrammar")
     options: dict[str, Any] = {"grammars": True, "prefix_cache": True}
@@ -143,7 +143,7 @@ def test_texts_are_those_of_who_stays(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_there_and_back_and_on(implementation: str, device: torch.device) -> None:
+def test_migration_back_and_forth(implementation: str, device: torch.device) -> None:
     """Also to an engine that runs the target in another way."""
     prompt, params = held_out("code")[2], replace(BASE, temperature=0.9, seed=8, max_new_tokens=120)
     with (
@@ -161,7 +161,7 @@ def test_there_and_back_and_on(implementation: str, device: torch.device) -> Non
         assert output.stats == want.stats or output.tokens != want.tokens or device.type == "cuda"
 
 
-def test_rounds_at_rest(device: torch.device) -> None:
+def test_migration_of_idle_draft(device: torch.device) -> None:
     """An idle draft catches up before its request moves to an engine whose drafts are never idle."""
     prompts, params = held_out("code")[:2], replace(BASE, max_new_tokens=80)
     with (
@@ -211,7 +211,7 @@ def test_windows(case: str, tmp_path: Path, device: torch.device) -> None:
         expect_nothing_left(b)
 
 
-def test_kv_of_8_bits(tmp_path: Path, device: torch.device) -> None:
+def test_migration_of_fp8_kv(tmp_path: Path, device: torch.device) -> None:
     folder = save_random_model(tmp_path / "model", "llama")
     prompt = random_prompts(2)[1]
     with (
@@ -226,7 +226,7 @@ def test_kv_of_8_bits(tmp_path: Path, device: torch.device) -> None:
 
 @pytest.mark.parametrize("to_host", [False, True])
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-def test_rows_stay_until_they_are_read(to_host: bool) -> None:
+def test_exported_rows_stay_until_read(to_host: bool) -> None:
     """Sent rows stay valid until the other engine reads them, however late, and whatever allocates memory meanwhile."""
     prompt = held_out("code")[0]
     with make_engine(TARGET, eagle3(HEAD), "cuda") as a, make_engine(TARGET, eagle3(HEAD), "cuda") as b:
@@ -246,7 +246,7 @@ def test_rows_stay_until_they_are_read(to_host: bool) -> None:
         assert request.result().tokens == want.tokens
 
 
-def test_retracted_where_it_came_to(device: torch.device) -> None:
+def test_migrated_request_is_retracted(device: torch.device) -> None:
     """In a pool that is too small for all that arrive, they are prefilled as others that come back."""
     prompts, params = [prompt[:40] for prompt in held_out("code")[:8]], replace(BASE, max_new_tokens=100)
     with (
@@ -262,7 +262,7 @@ def test_retracted_where_it_came_to(device: torch.device) -> None:
         expect_nothing_left(b)
 
 
-def test_two_processes(tmp_path: Path) -> None:
+def test_migration_between_processes(tmp_path: Path) -> None:
     """One prefills, the other decodes, on GPUs of their own where there are two; what goes between them is bytes."""
     devices = ("cuda:0", "cuda:1") if torch.cuda.device_count() > 1 and HAS_CUDA else ("cpu", "cpu")
     prompts = held_out("code")[:2]
@@ -287,7 +287,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert got == [output.tokens for output in want]
 
 
-def test_from_asyncio() -> None:
+def test_migration_from_asyncio() -> None:
     prompt = held_out("code")[0]
 
     async def run() -> tuple[list[int], list[int]]:
@@ -303,7 +303,7 @@ def test_from_asyncio() -> None:
     assert tokens == want
 
 
-def test_what_cannot_go_on_exactly_is_refused_by_name(tmp_path: Path) -> None:
+def test_migration_refuses_inexact_requests(tmp_path: Path) -> None:
     pytest.importorskip("xgrammar")
     prompt = held_out("code")[0]
     with make_engine(TARGET, eagle3(HEAD), "cpu", grammars=True) as a:

@@ -98,7 +98,7 @@ def test_penalties_change_texts() -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "ngram"])
-def test_by_levels(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_penalties_by_budget_levels(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(Round, "_goes_by_depth", lambda *_: True)
     outputs = make_engine(name, device).generate(prompts(), params())
     assert [output.tokens for output in outputs] == wanted()
@@ -128,7 +128,7 @@ def test_repetition_penalty_is_that_of_transformers(device: torch.device) -> Non
         assert output.tokens == want[0, prompt.shape[1] :].tolist()[: len(output.tokens)]
 
 
-def test_a_slot_does_not_inherit(device: torch.device) -> None:
+def test_penalty_counts_reset_with_slot(device: torch.device) -> None:
     """Neither from one that ended nor from one that was cancelled."""
     engine = make_engine("eagle3-tree", device, num_slots=1)
     plain = engine.generate(prompts()[:1], SamplingParams(NEW_TOKENS, ignore_eos=True))[0].tokens
@@ -165,7 +165,7 @@ def test_log_probabilities_are_of_the_logits_with_penalties(name: str, device: t
         ({"logit_bias": {"3": 1}}, "SamplingParams: logit_bias has a str, expected token ids"),
     ],
 )
-def test_messages(given: dict[str, Any], message: str) -> None:
+def test_penalties_refuse_bad_values(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
         SamplingParams(**given)
     assert str(error.value) == message

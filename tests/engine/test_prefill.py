@@ -43,7 +43,7 @@ def expect_same(engine: Engine, other: Engine) -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), covering(DRAFTS, [(12, 16, 3), (7, 64, 4), (3, 100, 3), (110, 1, 4)]))
-def test_room_in_a_shape_changes_nothing(name: str, shape: tuple[int, int, int], device: torch.device) -> None:
+def test_prefill_padding_changes_nothing(name: str, shape: tuple[int, int, int], device: torch.device) -> None:
     engine, other = (make_engine(name, device, num_slots=SLOTS, cuda_graph=False) for _ in range(2))
     engine.core.executor.passes.launch(*packed(engine, chunks_of(engine), Shape(*shape)))
     other.core.executor.passes.run(chunks_of(other))
@@ -52,7 +52,7 @@ def test_room_in_a_shape_changes_nothing(name: str, shape: tuple[int, int, int],
 
 
 @pytest.mark.parametrize("sizes", [(2048, 64, 4096), (2048, 3, 128), (64, 8, 2048), (5, 1, 2), (100_000, 256, 100_000)])
-def test_captured_shapes(sizes: tuple[int, int, int]) -> None:
+def test_prefill_captured_shapes(sizes: tuple[int, int, int]) -> None:
     """There is one for any prompts that one call may have, a quarter larger at most."""
     prefill_chunk, num_slots, max_len = sizes
     shapes = captured_shapes(prefill_chunk, num_slots, max_len)
@@ -64,7 +64,7 @@ def test_captured_shapes(sizes: tuple[int, int, int]) -> None:
         assert min(size for size in pieces if size >= count) <= max(1.25 * count, 1)
 
 
-def test_the_shape_of_a_pass() -> None:
+def test_prefill_pass_shape() -> None:
     """A captured one, unless it has many more rows."""
     passes = Passes.__new__(Passes)
     passes.captured = dict.fromkeys(captured_shapes(2048, 64, 4096))  # type: ignore[arg-type]

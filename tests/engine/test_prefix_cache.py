@@ -222,7 +222,7 @@ def converse(engine: Engine, rng: random.Random) -> Said:
 
 @pytest.mark.parametrize("pressure", [False, True], ids=["roomy", "small"])
 @pytest.mark.parametrize("name", representative(DRAFTS))
-def test_texts_are_those_without_it(name: str, pressure: bool, device: torch.device) -> None:
+def test_prefix_cache_keeps_texts(name: str, pressure: bool, device: torch.device) -> None:
     """And those without speculation. In a small pool pages are evicted and requests retracted all the time."""
     options: dict[str, Any] = {"num_pages": 40, "rounds_in_flight": 2} if pressure else {"num_pages": 600}
     engine = make_engine(DRAFTS[name](), device, **options)
@@ -312,7 +312,7 @@ def test_samples_that_come_together_prefill_their_prompt_once(name: str) -> None
     assert (stats.prefix_hits, stats.cached_tokens) == (5, 5 * 76) and stats - stats == stats - stats
 
 
-def test_a_slight_likeness_holds_nobody_up() -> None:
+def test_prefix_cache_short_match_delays_nobody() -> None:
     """Who shares less than half of its prompt with one that is being prefilled does not wait for it."""
     engine = make_engine(None, num_slots=4, num_pages=600, prefill_chunk=2048)
     slots: list[int] = []
@@ -363,7 +363,7 @@ def test_penalties_count_what_was_not_prefilled() -> None:
     assert output.cached_tokens == 56
 
 
-def test_the_oldest_pages_go_first() -> None:
+def test_prefix_cache_evicts_oldest_pages() -> None:
     """Room for one longest request, and some pages more: the prompt that was not used for the longest time goes."""
     engine = make_engine(None, num_slots=1, num_pages=45)
     first, second, third = (prompt[:66] for prompt in held_out("code")[:3])
@@ -394,7 +394,7 @@ def test_the_cache_is_cleared_while_requests_run(device: torch.device) -> None:
         engine.clear_cache()
 
 
-def test_an_engine_without_it_keeps_nothing() -> None:
+def test_engine_without_prefix_cache_keeps_no_pages() -> None:
     engine = make_engine(None, prefix_cache=False)
     for _ in range(2):
         (output,) = engine.generate([held_out("code")[0][:40]], SamplingParams(3))
@@ -404,7 +404,7 @@ def test_an_engine_without_it_keeps_nothing() -> None:
     assert int(engine.state.pool.num_free) == engine.config.num_pages and engine.stats().prefix_hits == 0
 
 
-def test_wherever_it_costs_nothing() -> None:
+def test_prefix_cache_default() -> None:
     for draft, options, kept in (
         (None, {}, True),
         (Reader(), {}, False),
@@ -430,7 +430,7 @@ class Listener(Draft):
         self.heard.append(request.cached)
 
 
-def test_a_draft_is_told_what_is_there() -> None:
+def test_prefix_cache_notifies_draft() -> None:
     draft = Listener()
     engine = make_engine(draft)
     for _ in range(2):
@@ -462,7 +462,7 @@ def test_a_draft_is_told_what_is_there() -> None:
     ],
     ids=["batch_invariant", "reader", "union"],
 )
-def test_messages(draft: Draft | None, options: dict[str, Any], message: str) -> None:
+def test_prefix_cache_error_messages(draft: Draft | None, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         make_engine(draft, **options)
     assert str(error.value) == message

@@ -27,7 +27,7 @@ from support.tiny_checkpoint import Comparison, reference_model
 
 
 @every_draft
-def test_requests_share_the_rows_of_a_round(name: str, tmp_path: Path) -> None:
+def test_round_rows_are_shared_by_requests(name: str, tmp_path: Path) -> None:
     """No more than the budget, some requests more than others, and the texts are those of the target."""
     engine = make_engine(DRAFTS[name](tmp_path), torch.device("cpu"), adaptive=True)
     round, launch = engine.core.executor.round, engine.core.executor.launch
@@ -47,9 +47,7 @@ def test_requests_share_the_rows_of_a_round(name: str, tmp_path: Path) -> None:
     assert any(max(counts) > 4 for counts in seen) != engine.draft.sampled
 
 
-def test_small_trees_of_large_batches_are_drafted_by_fewer_paths(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_batch_drafts_fewer_paths(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each path costs, a tree of n nodes is drafted by n / 4 of them, or is one; the texts are the target's."""
     monkeypatch.setattr("specdec_kernels.engine.drafts.model.TILE_ROWS", 1)
     draft = Eagle3(tiny_model("eagle3"), topk=8, num_nodes=6)
@@ -62,7 +60,7 @@ def test_small_trees_of_large_batches_are_drafted_by_fewer_paths(
     assert sum(output.stats.rounds for output in outputs) < 0.7 * sum(len(output.tokens) for output in outputs)
 
 
-def test_what_one_request_may_have() -> None:
+def test_max_nodes_of_one_request() -> None:
     """Where every level of a tree is a pass, rounds of few rows have few levels; where it costs nothing, they need not."""
     rows = (64, 96, 128, 192, 256, 384, 64 * 48)
     levels = Needs(num_nodes=48, accept_width=6, num_steps=5)
@@ -75,7 +73,7 @@ def test_what_one_request_may_have() -> None:
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(6, 1), (12, 3), (16, 5)])
-def test_rounds_of_few_rows_draft_few_levels(rows: int, steps: int) -> None:
+def test_small_budget_drafts_fewer_levels(rows: int, steps: int) -> None:
     """The first is drafted already when a round begins. Texts are those of the target."""
     draft = Eagle3(tiny_model("eagle3"), num_steps=5, topk=2, num_nodes=16)
     engine = make_engine(draft, torch.device("cpu"), adaptive=True, num_slots=4, batch_sizes=[4])
@@ -95,7 +93,7 @@ def test_rounds_of_few_rows_draft_few_levels(rows: int, steps: int) -> None:
     assert set(passes) - {0} == {steps - 1} - {0} and len(passes) > 10
 
 
-def test_who_is_idle_gets_nothing() -> None:
+def test_idle_slot_gets_no_rows() -> None:
     engine = make_engine(Eagle3(tiny_model("eagle3")), torch.device("cpu"), adaptive=True)
     state, round = engine.state, engine.core.executor.round
     slots = torch.tensor([2, 0, -1, 1], dtype=torch.int32)
@@ -106,7 +104,7 @@ def test_who_is_idle_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_who_wants_no_drafts_gets_none(adaptive: bool) -> None:
+def test_request_without_speculation_gets_no_drafts(adaptive: bool) -> None:
     """Beside requests that do, whose nodes they leave to them; the texts are the same."""
     engine = make_engine(Eagle3(tiny_model("eagle3")), torch.device("cpu"), adaptive=adaptive)
     wanted: list[Literal["on", "off"] | int] = ["on", "off", 1, 3]
@@ -120,7 +118,7 @@ def test_who_wants_no_drafts_gets_none(adaptive: bool) -> None:
 
 
 @pytest.mark.parametrize("speculation", ["some", 0, -1, True, 1.5])
-def test_what_speculation_may_be(speculation: Any) -> None:
+def test_speculation_values_are_validated(speculation: Any) -> None:
     with pytest.raises(ValueError) as error:
         SamplingParams(speculation=speculation)
     assert str(error.value) == (
@@ -128,7 +126,7 @@ def test_what_speculation_may_be(speculation: Any) -> None:
     )
 
 
-def test_more_nodes_than_can_be_compared_are_refused() -> None:
+def test_too_many_nodes_are_refused() -> None:
     with pytest.raises(ValueError) as error:
         Engine(tiny_model("target"), draft=Ngram(num_nodes=256), num_slots=257, device="cpu")
     assert str(error.value) == (

@@ -38,7 +38,7 @@ from support.request_engines import DRAFTS, LONG, NEW_TOKENS, make_engine, param
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_texts_are_those_of_generate(name: str, device: torch.device) -> None:
+def test_submit_texts_equal_generate(name: str, device: torch.device) -> None:
     want = make_engine(name, device).generate(prompts(), params())
     with make_engine(name, device) as engine:
         requests = [engine.submit(*pair) for pair in zip(prompts(), params(), strict=True)]
@@ -53,7 +53,7 @@ def test_texts_are_those_of_generate(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_many_are_submitted_together(stream: bool) -> None:
+def test_submit_many_starts_all_requests(stream: bool) -> None:
     """Texts and token ids, with parameters of their own or the same for all; none is many, too."""
     mixed = [*prompts()[:4], "import os\n", "def area(", *prompts()[6:]]
     with make_engine() as engine:
@@ -116,7 +116,7 @@ def expect_pieces(pieces: list[NewTokens], request: Request) -> None:
         assert [token for new in pieces for token in new.logprobs or []] == output.logprobs
 
 
-def test_pieces_come_in_order() -> None:
+def test_stream_pieces_are_ordered() -> None:
     """Any thread may read a request while it runs and after its end."""
     with make_engine() as engine, ThreadPoolExecutor(24) as pool:
         requests = [engine.submit(*pair) for pair in zip(prompts(), params(), strict=True)]
@@ -170,7 +170,7 @@ def test_submit_while_others_run() -> None:
         expect_nothing_left(engine)
 
 
-def test_cancelling() -> None:
+def test_request_cancel() -> None:
     """Running, waiting for a slot, twice, and after the end."""
     with make_engine(num_slots=1, max_len=1024) as engine:
         running, waiting = engine.submit(prompts()[0], LONG), engine.submit(prompts()[2], LONG)
@@ -194,7 +194,7 @@ def test_result_within_a_time() -> None:
         assert request.result(timeout=30).finish_reason == FinishReason.CANCELLED
 
 
-def test_callbacks() -> None:
+def test_request_callbacks() -> None:
     """Once each, before the end and after it; what one raises is logged, and harms nobody."""
     with make_engine() as engine:
         called: list[Request] = []
@@ -323,7 +323,7 @@ def test_priorities_order_those_who_wait() -> None:
         ({"timeout": math.inf}, "SamplingParams: timeout is inf, expected seconds above 0, or None"),
     ],
 )
-def test_turns_that_are_refused(options: dict[str, Any], message: str) -> None:
+def test_sampling_params_refuse_bad_priority_or_timeout(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         SamplingParams(**options)
     assert str(error.value) == message
@@ -350,7 +350,7 @@ def test_generates_from_threads() -> None:
         expect_nothing_left(engine)
 
 
-def test_what_nobody_reads_costs_its_tokens() -> None:
+def test_unread_stream_costs_its_tokens_alone() -> None:
     """No objects are kept of rounds that nobody looks at."""
     with make_engine("none", max_len=1024, num_slots=2) as engine:
         request = engine.submit([1], SamplingParams(900, ignore_eos=True))
@@ -425,7 +425,7 @@ def test_what_a_request_makes_of_its_results_is_its_own_error(monkeypatch: pytes
         expect_nothing_left(engine)
 
 
-def test_handing_out_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_delivery_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then nobody waits for ever."""
     engine = make_engine(max_len=1024)
     request = engine.submit(prompts()[0], LONG)
@@ -452,7 +452,7 @@ def test_handing_out_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "submit: prompt is a NoneType, expected text or a list of token ids"),
     ],
 )
-def test_bad_prompts(prompt: Any, message: str) -> None:
+def test_submit_refuses_bad_prompts(prompt: Any, message: str) -> None:
     with make_engine() as engine:
         with pytest.raises((ValueError, TypeError)) as error:
             engine.submit(prompt)
@@ -492,7 +492,7 @@ def test_one_that_is_refused_starts_none(given: Any, sampling: Any, message: str
 
 
 @pytest.mark.parametrize("num_known", [None, 0, 3, 8])
-def test_an_interrupt_behind_the_submission(num_known: int | None) -> None:
+def test_interrupt_after_submission(num_known: int | None) -> None:
     """Nobody will have the requests, which know their ids or not: they end, and the engine goes on."""
 
     class Ids(list[int]):
@@ -633,7 +633,7 @@ def test_an_engine_without_references_is_collected() -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_reaches_who_waits() -> None:
+def test_interrupt_reaches_waiting_thread() -> None:
     """In `generate` and in `result`; the engine goes on."""
     with make_engine(max_len=1024) as engine:
         want = [o.tokens for o in engine.generate(prompts(), SamplingParams(4))]

@@ -102,7 +102,7 @@ def test_empty_rows_change_nothing(name: str, device: torch.device) -> None:
 
 
 @every_draft
-def test_a_finished_slot_is_inert(name: str, device: torch.device) -> None:
+def test_finished_slot_is_unchanged_by_rounds(name: str, device: torch.device) -> None:
     engine, alone = make_engine(name, device), make_engine(name, device)
     begin(engine, 0, prompts()[0], budget=3)
     begin(engine, 1, prompts()[1])
@@ -138,7 +138,7 @@ def test_texts_do_not_depend_on_the_order_of_prompts(name: str, device: torch.de
 
 
 @every_draft
-def test_retraction_loses_nothing(name: str, device: torch.device) -> None:
+def test_retraction_keeps_texts(name: str, device: torch.device) -> None:
     """A pool for one long request, and four that fit together only while they are short."""
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     roomy = make_engine(name, device, num_slots=4)
@@ -243,7 +243,7 @@ def test_captured_rounds_feed_the_index(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "standalone"])
-def test_chunks_of_any_size_give_the_same_drafts(name: str, device: torch.device) -> None:
+def test_prefill_chunk_size_keeps_drafts(name: str, device: torch.device) -> None:
     text = prompts()[5][:34]
     whole = make_engine(name, device)
     begin(whole, 1, text)

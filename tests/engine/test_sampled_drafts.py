@@ -83,7 +83,7 @@ def test_texts_have_the_distribution_of_the_target(
 
 
 @pytest.mark.parametrize(("temperature", "gain"), [(0.7, 0.2), (1.0, 0.3)])
-def test_more_drafts_are_accepted(temperature: float, gain: float) -> None:
+def test_sampled_drafts_raise_acceptance(temperature: float, gain: float) -> None:
     lengths = {}
     for drawn in (False, True):
         params = [SamplingParams(64, ignore_eos=True, temperature=temperature, seed=i) for i in range(24)]
@@ -103,7 +103,7 @@ def test_greedy_requests_beside_drawn_ones(device: torch.device) -> None:
     assert len(comparison.near_ties) <= 1
 
 
-def test_a_seed_gives_a_text(device: torch.device) -> None:
+def test_sampled_drafts_seed_repeats_text(device: torch.device) -> None:
     engine = make_engine(device)
     params = [SamplingParams(NEW_TOKENS, temperature=1.0, seed=seed) for seed in (1, 1, 2, 3)]
     texts = [tuple(o.tokens) for o in engine.generate([prompts(1)[0]] * 4, params)]
@@ -111,7 +111,7 @@ def test_a_seed_gives_a_text(device: torch.device) -> None:
     assert texts == [tuple(o.tokens) for o in engine.generate([prompts(1)[0]] * 4, params)]
 
 
-def test_rounds_draw_anew() -> None:
+def test_sampled_drafts_differ_by_round() -> None:
     """A position that is drafted in several rounds gets other noise in each: what was rejected does not come back."""
     engine = make_engine("cpu")
     drawn: dict[int, list[int]] = {}
@@ -132,7 +132,7 @@ def test_rounds_draw_anew() -> None:
 
 
 @pytest.mark.parametrize("kind", [Eagle, Eagle3, Standalone])
-def test_a_tree_cannot_be_drawn(kind: type) -> None:
+def test_sampled_tree_is_refused(kind: type) -> None:
     with pytest.raises(ValueError) as error:
         kind("x", topk=2, sampled=True)
     assert str(error.value) == f"{kind.__name__}: sampled is True with topk=2, expected topk=1 (a chain can be drawn)"

@@ -65,7 +65,7 @@ def test_seeds_that_are_drawn_follow_one_another() -> None:
     assert [(o.tokens, o.seed) for o in greedy] == [(greedy[0].tokens, None)] * 2
 
 
-def test_samples_are_told_apart_as_they_come() -> None:
+def test_stream_names_the_sample_of_a_piece() -> None:
     engine, texts = make_engine(), {}
 
     def on_tokens(new: NewTokens) -> None:

@@ -35,7 +35,7 @@ def memory(device: torch.device) -> int:
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("name", representative(DRAFTS))
-def test_texts_stay(name: str, implementation: str, device: torch.device) -> None:
+def test_sleep_keeps_texts(name: str, implementation: str, device: torch.device) -> None:
     if implementation == "transformers" and name != "eagle3":
         pytest.skip("what drafts does not depend on how the target runs")
     draft = DRAFTS[name](TARGET, HEAD)
@@ -77,7 +77,7 @@ def touch(engine: Engine) -> None:
         group.pools[1].fill_(1.0)
 
 
-def test_memory_falls(tmp_path: Path, device: torch.device) -> None:
+def test_sleep_frees_memory(tmp_path: Path, device: torch.device) -> None:
     """Of pools at level 1, and at level 2 of weights, too, but for what malloc keeps."""
     sizes = {"hidden_size": 960, "intermediate_size": 2048, "num_hidden_layers": 1, "vocab_size": 16384}
     folder = save_random_model(tmp_path / "wide", "llama", **sizes)
@@ -110,7 +110,7 @@ def test_quantized_weights(tmp_path: Path, device: torch.device) -> None:
             assert [output.tokens for output in engine.generate(prompts, SamplingParams(12))] == before
 
 
-def test_modules_that_were_given_keep_their_weights(device: torch.device) -> None:
+def test_sleep_keeps_weights_of_given_modules(device: torch.device) -> None:
     module: Any = reference_model()
     with make_engine(module, Standalone(tiny_model("target"), num_steps=2, topk=2), device) as engine:
         before = texts(engine)
@@ -155,7 +155,7 @@ def test_each_part_of_a_draft_lacks_weights_of_its_own() -> None:
         assert texts(engine) == before
 
 
-def test_who_runs_is_not_left_behind() -> None:
+def test_sleep_with_running_requests() -> None:
     with make_engine(TARGET, None, "cpu") as engine:
         with rounds_held(engine):
             request = engine.submit(held_out("code")[0], SamplingParams(20, ignore_eos=True))
@@ -179,7 +179,7 @@ def test_who_runs_is_not_left_behind() -> None:
         engine.sleep()  # and is closed as it is
 
 
-def test_from_asyncio() -> None:
+def test_sleep_from_asyncio() -> None:
     async def run() -> tuple[list[int], list[int]]:
         engine: Engine = make_engine(TARGET, None, "cpu")
         async with AsyncEngine(engine) as tasks:

@@ -95,7 +95,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", thinned(DRAFTS, {"ngram", "drawn", "tree", "adaptive"}.__contains__))
-def test_soak(name: str, device: torch.device) -> None:
+def test_engine_soak_keeps_texts_and_pages(name: str, device: torch.device) -> None:
     rng = random.Random(name)
     alone = texts_alone(device, rng)
     num_slots, num_pages = (12, 60) if REQUESTS < 500 else (48, 220)

@@ -54,11 +54,11 @@ def test_the_accept_length_is_what_was_asked(draft: str, topk: int, nodes: int, 
 
 
 @pytest.mark.parametrize(("asked", "reached"), [(1.0, 1.0), (math.inf, 5.0)])
-def test_the_extremes(asked: float, reached: float) -> None:
+def test_synthetic_acceptance_of_zero_and_one(asked: float, reached: float) -> None:
     assert run("EAGLE3", asked, 1, 5, CPU) == pytest.approx(reached, abs=0.1)
 
 
-def test_a_rank_behind_the_first_is_found_by_trees_alone() -> None:
+def test_synthetic_later_rank_is_found_by_trees_alone() -> None:
     assert run("STANDALONE", math.inf, 1, 5, CPU, rank=1) == 1.0
     # The second best of the second best is a candidate, but its children are none: two wrong paths are likelier.
     assert run("STANDALONE", math.inf, 2, 15, CPU, rank=1) == pytest.approx(3.0, abs=0.1)
@@ -199,7 +199,7 @@ def test_what_a_pass_reads_of_experts() -> None:
         assert (whole.nbytes - read.nbytes) / 4 == pytest.approx(numbers * (1 - share), abs=2)
 
 
-def test_rounds_beside_a_prefill_are_no_full_ones() -> None:
+def test_bench_round_excludes_rounds_during_prefill() -> None:
     """Two requests whose prompts are read one after the other: the first has a round in between."""
     clock = rounds.RoundClock(batch=2)
     running, end = FinishReason.RUNNING, FinishReason.LENGTH

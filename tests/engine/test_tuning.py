@@ -93,7 +93,7 @@ def watch(engine: Engine, begin: int, end: int, params: SamplingParams = GREEDY)
 
 
 @pytest.mark.parametrize(("name", "off"), [("tree", 0.08), ("chain", 0.14)])
-def test_promises_come_true(name: str, off: float) -> None:
+def test_calibration_matches_acceptance(name: str, off: float) -> None:
     """Of some hundred rounds, on texts that the calibration has not seen; and while it learns."""
     with closing(make_engine(DRAFTS[name](), num_slots=12)) as engine:
         watch(engine, 0, 12)
@@ -179,7 +179,7 @@ def test_drawn_drafts_have_no_calibration() -> None:
     assert draft.calibration is None and engine.tuning["calibrations"] == []
 
 
-def test_it_is_forgotten_with_the_engine() -> None:
+def test_calibration_ends_with_engine() -> None:
     draft = DRAFTS["tree"]()
     with make_engine(draft) as engine:
         engine.generate(prompts(0, 2), GREEDY)
@@ -205,7 +205,7 @@ def tuned(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", DRAFTS)
-def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
+def test_tuning_roundtrip(name: str, tmp_path: Path) -> None:
     tuning, file = tuned(name), tmp_path / "tuning.json"
     file.write_text(json.dumps(tuning))
     for source in (file, str(file), tuning):
@@ -219,7 +219,7 @@ def test_saved_and_loaded(name: str, tmp_path: Path) -> None:
     assert again["calibrations"][0]["table"] != identity(len(again["calibrations"][0]["table"])).tolist()
 
 
-def test_depths_that_are_missing_begin_anew() -> None:
+def test_tuning_missing_depths_start_empty() -> None:
     tuning = tuned("tree")
     (entry,) = tuning["calibrations"]
     deeper = make_engine(Eagle3(HEAD, num_steps=5, topk=1), tuning=tuning).tuning["calibrations"][0]
@@ -269,7 +269,7 @@ def measured() -> Iterator[dict[str, Any]]:
     yield json.loads(json.dumps(tuning))
 
 
-def test_costs_of_such_rounds_are_not_measured_again(measured: dict[str, Any]) -> None:
+def test_tuning_costs_of_same_rounds_are_reused(measured: dict[str, Any]) -> None:
     with closing(make_engine(DRAFTS["chain"](), adaptive=True, tuning=measured)) as engine:
         costs = engine.stats().costs
         assert costs is not None and costs.us == measured["costs"]["us"]
@@ -287,7 +287,7 @@ def test_costs_of_such_rounds_are_not_measured_again(measured: dict[str, Any]) -
     ],
     ids=["slots", "steps", "branches", "dtype"],
 )
-def test_costs_of_other_rounds_are_measured_anew(measured: dict[str, Any], other: dict[str, Any]) -> None:
+def test_tuning_costs_of_other_rounds_are_remeasured(measured: dict[str, Any], other: dict[str, Any]) -> None:
     options = {"draft": DRAFTS["chain"](), "adaptive": True, "tuning": measured} | other
     with closing(make_engine(options.pop("draft"), **options)) as engine:
         costs = engine.stats().costs
@@ -302,7 +302,7 @@ def test_measuring_leaves_calibrations_as_they_were_given(name: str) -> None:
         assert engine.tuning["calibrations"] == tuned(name)["calibrations"]
 
 
-def test_what_costs_depend_on(measured: dict[str, Any]) -> None:
+def test_tuning_cost_key(measured: dict[str, Any]) -> None:
     with closing(make_engine(DRAFTS["chain"](), adaptive=True, tuning=measured)) as engine:
         config, rounds = engine.config, engine.tuning["costs"]["of"]
     assert (rounds["device"], rounds["target"]["num_hidden_layers"], rounds["kv_dtype"]) == ("cpu", 4, "torch.float32")
@@ -332,7 +332,7 @@ EXPECTED = "expected what `specdec tune --out` or `Engine.tuning` gave"
         ('{"schema": 2}', " of schema 2, expected schema 1"),
     ],
 )
-def test_a_file_that_is_none(text: str, message: str, tmp_path: Path) -> None:
+def test_tuning_bad_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
     file.write_text(text)
     with pytest.raises(ValueError) as error:
@@ -373,7 +373,7 @@ def set_in(entry: Any, path: tuple[Any, ...], value: Any) -> None:
         (("costs", "rows", 0), [1], NO_COSTS),
     ],
 )
-def test_a_dict_that_is_none(path: tuple[Any, ...], value: Any, message: str, measured: dict[str, Any]) -> None:
+def test_tuning_bad_dict_is_refused(path: tuple[Any, ...], value: Any, message: str, measured: dict[str, Any]) -> None:
     tuning = copy.deepcopy(measured)
     set_in(tuning, path, value)
     with pytest.raises(ValueError) as error:
@@ -398,7 +398,7 @@ def test_a_calibration_of_another_draft() -> None:
     )
 
 
-def test_other_refusals(tmp_path: Path) -> None:
+def test_tuning_refuses_other_values(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as kind:
         make_engine(None, tuning=3)
     assert str(kind.value) == "Engine: tuning is a int, expected a path, a dict or None"

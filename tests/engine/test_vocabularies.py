@@ -48,7 +48,7 @@ def of_sentencepiece(words: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
-def test_tokens_are_shared_by_their_text() -> None:
+def test_vocabulary_map_matches_tokens_by_text() -> None:
     target, draft = of_bytes(WORDS), of_sentencepiece([" other", *WORDS[2:-1]])
     shared = shared_tokens(target, len(target), draft, len(draft))
     assert shared is not None
@@ -71,7 +71,7 @@ def test_tokens_are_shared_by_their_text() -> None:
     assert shared.fed_ids[of_target["Ġthe"]] == of_draft["<0x65>"]
 
 
-def test_vocabularies_that_differ_in_size_alone() -> None:
+def test_shared_tokens_of_vocabularies_that_differ_in_size() -> None:
     """As in Qwen2.5: more rows than tokens in both models, and not equally many."""
     tokenizer = of_bytes(WORDS)
     count = len(tokenizer)
@@ -120,7 +120,7 @@ def engine_of(target: Path, draft: Standalone) -> Engine:
 
 @pytest.mark.parametrize("draft", ["all shared", "another size", "some shared"])
 @pytest.mark.parametrize("topk", [1, 3])
-def test_the_text_is_the_targets(
+def test_mapped_draft_text_equals_target(
     topk: int, draft: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizers = {
@@ -155,7 +155,7 @@ def test_the_text_is_the_targets(
         assert [output.stats.accept_length for output in outputs] == [STEPS + 1] * 2
 
 
-def test_sampled_drafts_of_another_vocabulary(target: Path, tmp_path: Path) -> None:
+def test_mapped_draft_sampling(target: Path, tmp_path: Path) -> None:
     """Drawn over what is shared, and accepted or rejected as drawn from that."""
     tokenizer = of_sentencepiece([" more", *WORDS])
     folder = translated(target, tmp_path / "draft", tokenizer, len(tokenizer))
@@ -166,7 +166,7 @@ def test_sampled_drafts_of_another_vocabulary(target: Path, tmp_path: Path) -> N
     assert len(output.tokens) == 32 and output.stats.accept_length > 2
 
 
-def test_what_cannot_be_translated_is_refused(target: Path, tmp_path: Path) -> None:
+def test_unmappable_vocabulary_is_refused(target: Path, tmp_path: Path) -> None:
     bare = save_random_model(tmp_path / "bare", "llama")
     vocab = len(of_bytes(WORDS)) + 3
     with pytest.raises(ValueError) as error:

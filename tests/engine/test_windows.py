@@ -70,7 +70,7 @@ def assert_all_free(engine: Engine) -> None:
         ({64, 744}, (744, 99, ((64, 42),))),
     ],
 )
-def test_plans(windows: set[int | None], want: tuple[int | None, int, tuple[tuple[int, int], ...]]) -> None:
+def test_window_plan_pages(windows: set[int | None], want: tuple[int | None, int, tuple[tuple[int, int], ...]]) -> None:
     assert PagePlan.of(windows, 40, 100, 8, 3) == want
 
 
@@ -85,7 +85,7 @@ def plan_of(model: Any, draft: Draft | None = None, **options: Any) -> PagePlan:
         return engine.config.pages
 
 
-def test_tables_of_engines() -> None:
+def test_engine_window_page_tables() -> None:
     # 16 + 20 rows are 9 pages of 4, and one more.
     assert plan_of(model_of("all")) == (16, 10, ())
     assert plan_of(model_of("all"), Ngram(num_nodes=30)) == (16, 13, ()), "a tree has more rows than a chunk"
@@ -99,7 +99,7 @@ def test_tables_of_engines() -> None:
     assert plan_of(plain) == plan_of(plain, implementation="transformers") == (None, 101, ())
 
 
-def test_pools_of_a_window_have_no_more_pages_than_the_others() -> None:
+def test_window_pool_is_no_larger_than_full_pool() -> None:
     with engine_of(model_of("mixed"), None, torch.device("cpu"), num_slots=30, num_pages=103) as engine:
         assert engine.config.pages.windows == ((16, 300),)
         assert [len(pool.free_stack) for pool in all_pools(engine)] == [103, 103]
@@ -110,7 +110,7 @@ def test_pools_of_a_window_have_no_more_pages_than_the_others() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_prefix_cache_keeps_pages_behind_a_window(name: str) -> None:
+def test_prefix_cache_keeps_pages_outside_window(name: str) -> None:
     """Where it is asked for by name; "wherever it costs nothing" is not there, but with a window no text goes beyond."""
     cpu = torch.device("cpu")
     for asked, max_len, kept in ((True, 400, True), (None, 400, False), (False, 400, False), (None, 16, True)):
@@ -119,7 +119,7 @@ def test_a_prefix_cache_keeps_pages_behind_a_window(name: str) -> None:
             assert (engine.config.prefix_cache, pages.gives_back) == (kept, max_len == 400 and not kept)
 
 
-def test_too_few_pages_for_a_window() -> None:
+def test_window_with_too_few_pages_is_refused() -> None:
     with pytest.raises(ValueError) as error:
         engine_of(model_of("all"), None, torch.device("cpu"), num_pages=9)
     assert str(error.value) == (
@@ -127,7 +127,7 @@ def test_too_few_pages_for_a_window() -> None:
     )
 
 
-def test_a_family_whose_layers_see_more_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_window_of_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     family = Mistral.attention
 
     def attention(self: Any, *arguments: Any) -> Any:
@@ -161,17 +161,17 @@ def expect_texts_of_transformers(name: str, draft: str, implementation: str, dev
 
 
 @pytest.mark.parametrize(("name", "draft"), covering(MODELS, DRAFTS))
-def test_native_layers_write_texts_beyond_the_window(name: str, draft: str, device: torch.device) -> None:
+def test_native_text_beyond_window_equals_reference(name: str, draft: str, device: torch.device) -> None:
     expect_texts_of_transformers(name, draft, "native", device)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_modules_write_texts_beyond_the_window(name: str, device: torch.device) -> None:
+def test_transformers_text_beyond_window_equals_reference(name: str, device: torch.device) -> None:
     expect_texts_of_transformers(name, "union", "transformers", device)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_head_sees_all_of_a_text(adaptive: bool, device: torch.device) -> None:
+def test_head_attends_beyond_window(adaptive: bool, device: torch.device) -> None:
     """Its pages stay, also where it rests and catches up; those of the target's layers come back."""
     model, plain = model_of("all"), model_of("all")  # the head takes along what it shares with its target
     head = synthetic_eagle3(model, SyntheticText.of(VOCAB, VOCAB), EvenAcceptance())
@@ -189,7 +189,7 @@ def test_a_head_sees_all_of_a_text(adaptive: bool, device: torch.device) -> None
     assert len(comparison.near_ties) <= 1
 
 
-def test_two_windows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_windows_text_equals_reference(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with a table of its own, as one table of all pages has it."""
     monkeypatch.setattr(Mistral, "window", lambda self, index: (WINDOW, 40)[index % 2])
     prompts, texts = random_texts(200, 1, 60), []
@@ -201,7 +201,7 @@ def test_two_windows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> N
     assert texts[0] == texts[1]
 
 
-def test_kv_of_8_bits(device: torch.device) -> None:
+def test_window_fp8_kv_text_ignores_chunk_size(device: torch.device) -> None:
     texts = []
     for chunk in (20, 1000):
         with engine_of(model_of("mixed"), None, device, prefill_chunk=chunk, kv_dtype="fp8_e4m3") as engine:
@@ -214,7 +214,7 @@ def random_texts_once() -> list[list[int]]:
     return [torch.randint(5, VOCAB, (150,), generator=generator).tolist()]
 
 
-def test_pages_in_use_stay_flat(device: torch.device) -> None:
+def test_window_pages_in_use_stay_constant(device: torch.device) -> None:
     """Over thousands of tokens: those of a prompt, and those of a text."""
     options: dict[str, Any] = {"num_slots": 1, "max_len": 4000, "page_size": 16, "prefill_chunk": 100}
     held = []
@@ -238,7 +238,7 @@ def test_pages_in_use_stay_flat(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("name", "draft"), [("all", "ngram"), ("all", "standalone"), ("mixed", "ngram")])
-def test_a_soak_loses_no_page(name: str, draft: str, device: torch.device) -> None:
+def test_window_soak_leaks_no_page(name: str, draft: str, device: torch.device) -> None:
     """Cancels and retractions, in a pool that does not hold all of them; each text is that of the request alone."""
     rng = random.Random(name + draft)
     model = model_of(name)
@@ -271,7 +271,7 @@ def test_a_soak_loses_no_page(name: str, draft: str, device: torch.device) -> No
     assert len(comparison.near_ties) <= 3
 
 
-def test_pages_that_are_missing_end_a_request(device: torch.device) -> None:
+def test_missing_window_page_ends_request(device: torch.device) -> None:
     """Taken by somebody whom the scheduler does not know, they are missed by the rows that are to be written."""
     with engine_of(model_of("all"), None, device, num_slots=1) as engine:
         engine.state.pool.num_free.sub_(4)

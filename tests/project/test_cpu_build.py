@@ -59,7 +59,7 @@ def preamble() -> str:
     return USE_CPU_BUILD.format(module=str(module)) + IMPORTS
 
 
-def test_it_says_that_it_has_no_cuda(preamble: str) -> None:
+def test_cpu_build_reports_no_cuda(preamble: str) -> None:
     said = native_build.run([sys.executable, "-c", preamble + "print(sd.cuda_version, sd.cuda_architectures)"])
     assert said == "None None\n"
 

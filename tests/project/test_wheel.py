@@ -130,7 +130,7 @@ def test_a_wheel_without_its_compiler_is_refused_before_anything_is_made() -> No
     )
 
 
-def test_everything_that_runs_is_inside(wheel: Path) -> None:
+def test_wheel_contains_runtime_files(wheel: Path) -> None:
     expected = [
         "__init__.py",
         "_C.pyi",
@@ -147,7 +147,7 @@ def test_everything_that_runs_is_inside(wheel: Path) -> None:
     assert any(name.endswith("/licenses/LICENSE") for name in files(wheel))
 
 
-def test_nothing_else_is_inside(wheel: Path) -> None:
+def test_wheel_contains_no_other_files(wheel: Path) -> None:
     kinds = {Path(name).suffix for name in files(wheel) if name.startswith("specdec_kernels/")}
     assert kinds == {".py", ".pyi", ".typed", ".so", ".json", ".safetensors", ".html"}
     assert not [
@@ -161,17 +161,17 @@ def test_its_version_is_the_tree_s_with_the_label_of_its_variant(wheel: Path) ->
     assert f"\nVersion: {version(wheel)}\n" in zipfile.ZipFile(wheel).read(metadata).decode()
 
 
-def test_it_needs_the_system_alone(module: Path) -> None:
+def test_wheel_needs_system_libraries_alone(module: Path) -> None:
     needed = re.findall(r"\(NEEDED\).*\[(.*?)\.so", native_build.run(["readelf", "-d", module]))
     assert needed and set(needed) <= SYSTEM_LIBRARIES
 
 
-def test_it_exports_one_symbol(module: Path) -> None:
+def test_wheel_exports_one_symbol(module: Path) -> None:
     symbols = native_build.run(["nm", "-D", "--defined-only", module]).split("\n")
     assert [line.split()[-1] for line in symbols if line] == ["PyInit__C"]
 
 
-def test_it_imports_where_nothing_else_is(wheel: Path, python: Path) -> None:
+def test_wheel_imports_without_dependencies(wheel: Path, python: Path) -> None:
     program = "import sys, specdec_kernels as sd; print(sd.__version__, {'torch', 'numpy'} & sys.modules.keys())"
     said = native_build.run([python, "-c", program], PYTHONPATH="")
     assert said == f"{version(wheel)} set()\n"
@@ -183,7 +183,7 @@ def test_specdec_info_works_where_nothing_else_is(python: Path) -> None:
     assert re.search(r"^select_topk +yes ", said, re.MULTILINE)
 
 
-def test_the_models_are_found(python: Path) -> None:
+def test_wheel_finds_tiny_models(python: Path) -> None:
     program = "from specdec_kernels.tiny import tiny_model; print(*map(tiny_model, ('target', 'eagle3')))"
     for folder in native_build.run([python, "-c", program], PYTHONPATH="").split():
         assert Path(folder).is_relative_to(python.parents[1]) and (Path(folder) / "model.safetensors").exists()

@@ -196,7 +196,7 @@ def test_catching_up_is_measured_between_rounds() -> None:
 @pytest.mark.parametrize("catch_up", [20.0, 500.0, 4000.0])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.95])
 @pytest.mark.parametrize("batch", [1, 64])
-def test_it_rests_where_that_is_best(catch_up: float, rate: float, batch: int) -> None:
+def test_budget_idles_where_best(catch_up: float, rate: float, batch: int) -> None:
     """What catching up takes is part of what it is measured by; it is never far below a device that only rests."""
     device = Device(bound, rate, batch, max_idle_rounds=16)
     device.catch_up = lambda _batch: catch_up
@@ -251,7 +251,7 @@ def test_without_costs_the_highest_level() -> None:
 @pytest.mark.parametrize("cost", [flat, bound])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.95])
 @pytest.mark.parametrize("batch", [1, 8, 40, 64])
-def test_it_finds_the_best_level(cost: Callable[[int, int], float], rate: float, batch: int) -> None:
+def test_budget_finds_best_level(cost: Callable[[int, int], float], rate: float, batch: int) -> None:
     device = Device(cost, rate, batch)
     device.measure()
     device.run(200)
@@ -265,7 +265,7 @@ def test_it_finds_the_best_level(cost: Callable[[int, int], float], rate: float,
     assert device.tokens / device.us > 0.99 * plain
 
 
-def test_drafts_that_never_come_true_cost_next_to_nothing() -> None:
+def test_budget_of_rejected_drafts_costs_little() -> None:
     device = Device(bound, 0.0, 64)
     device.measure()
     device.run(50)
@@ -285,7 +285,7 @@ def test_cheap_levels_are_all_tried_at_once() -> None:
 
 
 @pytest.mark.parametrize(("cost", "batch"), [(flat, 1), (bound, 8), (bound, 40)])
-def test_it_climbs_again(cost: Callable[[int, int], float], batch: int) -> None:
+def test_budget_climbs_again(cost: Callable[[int, int], float], batch: int) -> None:
     device = Device(cost, 0.0, batch)
     device.measure()
     device.run(300)
@@ -393,7 +393,7 @@ def test_an_adaptive_engine(name: str, device: torch.device, tmp_path: Path) -> 
     assert sum(stats.rounds_by_nodes.values()) == stats.rounds > 0
 
 
-def test_measuring_leaves_nothing_behind(device: torch.device, tmp_path: Path) -> None:
+def test_budget_measurement_leaves_no_state(device: torch.device, tmp_path: Path) -> None:
     """No page, no text in the index but the corpus, nothing learnt."""
     (corpus := tmp_path / "corpus.txt").write_text("def area(width, height):\n    return width * height\n", "utf-8")
     draft = Union(Eagle3(HEAD, num_steps=3, topk=3, num_nodes=24), Ngram(num_nodes=24, corpus=[corpus]), num_nodes=24)
@@ -455,7 +455,7 @@ def test_drawn_drafts_are_as_many_for_each_request(device: torch.device) -> None
     assert seen == engine.stats().rounds > 0
 
 
-def test_levels() -> None:
+def test_budget_levels() -> None:
     assert budget_levels(1, 48) == (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
     assert budget_levels(8, 48) == (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
     assert budget_levels(8, 48, equal=True) == (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)

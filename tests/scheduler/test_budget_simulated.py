@@ -73,7 +73,7 @@ sizes = pytest.mark.parametrize("size", range(len(BATCHES)))
 @sizes
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("lie", [1.0, 1.6])
-def test_next_to_the_best_fixed_level(size: int, kind: str, lie: float) -> None:
+def test_budget_is_close_to_best_fixed_level(size: int, kind: str, lie: float) -> None:
     """Also where scores promise more than comes true."""
     machine = Machine(size, us_of, lie, boast=1.0 if kind == "wrong" else 0.0)
     machine.run(kind, 400)
@@ -85,7 +85,7 @@ def test_next_to_the_best_fixed_level(size: int, kind: str, lie: float) -> None:
 @sizes
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("lie", [0.7, 1.0, 1.6])
-def test_what_is_expected_is_what_comes(size: int, kind: str, lie: float) -> None:
+def test_budget_expectation_matches_outcome(size: int, kind: str, lie: float) -> None:
     machine = Machine(size, us_of, lie, boast=1.0 if kind == "wrong" else 0.0)
     machine.run(kind, 400)
     machine.run(kind, 1000)
@@ -93,7 +93,7 @@ def test_what_is_expected_is_what_comes(size: int, kind: str, lie: float) -> Non
 
 
 @sizes
-def test_a_text_that_changes(size: int) -> None:
+def test_budget_follows_changing_text(size: int) -> None:
     machine = Machine(size, us_of, boast=1.0)
     for kind in ("math", "wrong", "code", "wrong", "chat"):
         machine.run(kind, 1000)
@@ -103,7 +103,7 @@ def test_a_text_that_changes(size: int) -> None:
 
 @sizes
 @pytest.mark.parametrize("kind", ["code", "wrong"])
-def test_prefixes_cost_what_they_cost(size: int, kind: str) -> None:
+def test_budget_measures_prefix_cost(size: int, kind: str) -> None:
     """Attention over them is in no measured cost: a rate of KV rows, and a share that grows with rows."""
     kv = 0.0
 
@@ -163,7 +163,7 @@ def test_the_same_rounds_give_the_same_choices() -> None:
 
 
 @pytest.mark.parametrize("period", [1, 2, 3])
-def test_batch_sizes_that_take_turns(period: int) -> None:
+def test_budget_with_alternating_batch_sizes(period: int) -> None:
     """As rounds tell it: nothing of levels above the round's or the one's before. A trial goes on in another size."""
     budget, last = Machine(2, us_of).budget, 0
 
@@ -214,7 +214,7 @@ def test_a_row_for_each_of_the_batch_is_plain_decoding(requests: int) -> None:
 
 
 @sizes
-def test_what_is_promised_above_is_no_hope(size: int) -> None:
+def test_budget_corrects_gains_above_level(size: int) -> None:
     """Check levels above a round's own, whose drafts it scored: predicted gains count, corrected as levels below."""
     budget, batch, rows = Machine(size, us_of).budget, BATCHES[size], ROWS[size]
     gains = [batch * gain("code", r / batch) for r in rows]
@@ -272,7 +272,7 @@ def golden() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_golden_figures() -> None:
+def test_budget_golden_figures() -> None:
     """To record new figures: PYTHONPATH=tests python tests/scheduler/test_budget_simulated.py."""
     assert golden() == GOLDEN.read_text()
 

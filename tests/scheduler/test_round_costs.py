@@ -9,7 +9,7 @@ import pytest
 from specdec_kernels._C import RoundCosts
 
 
-def test_messages_of_catching_up() -> None:
+def test_catch_up_costs_error_messages() -> None:
     for catch_up, message in (
         ([1.0], "catch_up has 1, expected 2 like batches, or none"),
         ([1.0, -2.0], "catch_up has -2.000000, expected times above 0"),
@@ -43,7 +43,9 @@ def test_messages_of_catching_up() -> None:
         ([1], [[1]], [[math.nan]], "us has nan, expected times above 0"),
     ],
 )
-def test_messages(batches: list[int], rows: list[list[int]], us: list[list[float]], message: str) -> None:
+def test_round_costs_error_messages(
+    batches: list[int], rows: list[list[int]], us: list[list[float]], message: str
+) -> None:
     with pytest.raises(ValueError) as error:
         RoundCosts(batches, rows, us)
     assert str(error.value) == f"RoundCosts: {message}"

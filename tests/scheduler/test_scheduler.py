@@ -43,12 +43,25 @@ from support.fake_device import (
 # --- random mixes
 
 MIXES = 125  # seeds of a batch
+# Counts of the first batch, whose seeds are fixed, for one, two and three rounds in flight.
+RETRACTIONS = (34, 32, 24)
+FAULTS = {
+    "activate": (45, 40, 41),
+    "assign_pages": (18, 19, 16),
+    "begin": (42, 40, 41),
+    "constrain": (24, 25, 21),
+    "deactivate": (31, 37, 35),
+    "first round": (29, 34, 33),
+    "prefill": (53, 57, 54),
+    "record": (65, 67, 68),
+    "round": (61, 56, 64),
+}
 overlapped = pytest.mark.parametrize("rounds_in_flight", [1, 2, 3])
 
 
 @overlapped
 @pytest.mark.parametrize("batch", [0, *exhaustive(*range(1, 16))])
-def test_mixes(batch: int, rounds_in_flight: int) -> None:
+def test_scheduler_random_mixes(batch: int, rounds_in_flight: int) -> None:
     retractions = 0
     for seed in range(batch * MIXES, (batch + 1) * MIXES):
         device = any_device(seed, rounds_in_flight)
@@ -63,12 +76,12 @@ def test_mixes(batch: int, rounds_in_flight: int) -> None:
             begun = [i for i in device.first_starts if device.sent[i].priority == priority]
             assert begun == sorted(begun), "first come, first served"
         retractions += len(device.retracted)
-    assert retractions > 12
+    assert retractions == RETRACTIONS[rounds_in_flight - 1] if batch == 0 else retractions > 15
 
 
 @overlapped
 @pytest.mark.parametrize("batch", [0, *exhaustive(*range(1, 8))])
-def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: int) -> None:
+def test_scheduler_random_cancels(batch: int, rounds_in_flight: int) -> None:
     reasons = set()
     for seed in range(batch * MIXES, (batch + 1) * MIXES):
         device = any_device(seed, rounds_in_flight)
@@ -96,7 +109,7 @@ def test_mixes_with_cancels_and_submits_anywhere(batch: int, rounds_in_flight: i
 @overlapped
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("batch", [0, *exhaustive(*range(1, 6))])
-def test_mixes_with_exceptions(batch: int, method: str, rounds_in_flight: int) -> None:
+def test_scheduler_random_exceptions(batch: int, method: str, rounds_in_flight: int) -> None:
     """Whatever raises, the exception comes out, its requests end with an error, and the others lose nothing."""
     faults = 0
     for seed in range(batch * 50, (batch + 1) * 50):
@@ -115,7 +128,7 @@ def test_mixes_with_exceptions(batch: int, method: str, rounds_in_flight: int) -
         for sent in device.sent.values():
             assert sent.failed == (sent.reason == ERROR) and sent.status == 0
             assert not sent.failed or str(sent.error) == method
-    assert faults > 5
+    assert faults == FAULTS[method][rounds_in_flight - 1] if batch == 0 else faults > 5
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -131,7 +144,7 @@ def test_mixes_with_exceptions(batch: int, method: str, rounds_in_flight: int) -
         max_size=25,
     ),
 )
-def test_plans(sizes: Sizes, plan: list[tuple[str, int, int]]) -> None:
+def test_scheduler_hypothesis_plans(sizes: Sizes, plan: list[tuple[str, int, int]]) -> None:
     device = Device(sizes)
     for verb, a, b in plan:
         if verb == "submit":
@@ -176,7 +189,7 @@ def test_priorities_order_the_queue() -> None:
     assert device.first_starts == [0, 4, 2, 5, 1, 3, 6] and not device.retracted
 
 
-def test_who_does_not_fit_holds_up_lower_priorities() -> None:
+def test_queue_head_without_room_blocks_lower_priorities() -> None:
     """A long prompt of a high priority is not passed by short ones of a lower one for which there would be room."""
     device = Device(Sizes(num_slots=3, num_pages=9, max_len=24))
     device.priorities = [0, 1, 0]
@@ -294,7 +307,7 @@ def test_prompts_share_a_call() -> None:
     ]
 
 
-def test_a_round_behind_a_pass_knows_of_those_before() -> None:
+def test_round_after_prefill_sees_earlier_rounds() -> None:
     """They are read while the device is at the pass."""
     device = Device(Sizes(rounds_in_flight=2, accept_width=1, batch_sizes=(1, 2, 3)))
     device.submit([1] * 4, 9, [token(0, 6)])  # ends with the second round after its first one
@@ -352,7 +365,7 @@ def test_first_rounds_are_no_larger_than_others() -> None:
     device.run()
 
 
-def test_who_stalls_in_a_first_round_begins_with_another() -> None:
+def test_stalled_first_round_is_not_repeated() -> None:
     device = Device(Sizes(num_slots=1, batch_sizes=(1,)))
     play = device.play
     device.play = lambda row, state, count, rests, is_first: play(row, state, 0 if is_first else count, rests, is_first)  # type: ignore[method-assign]
@@ -407,7 +420,7 @@ def test_results_out_of_range_end_one_request(word: int, value: int) -> None:
     assert device.sent[good].reason == LENGTH
 
 
-def test_a_round_that_goes_nowhere_ends_the_newest() -> None:
+def test_round_without_progress_ends_newest_request() -> None:
     """Pages that were counted and are not there: the loop gives way instead of spinning."""
     device = Device(Sizes())
     first, second = device.submit([1], 9), device.submit([2], 9)
@@ -419,7 +432,7 @@ def test_a_round_that_goes_nowhere_ends_the_newest() -> None:
     assert device.sent[first].reason == LENGTH
 
 
-def test_stop() -> None:
+def test_scheduler_stop() -> None:
     device = Device(Sizes())
     for _ in range(6):
         device.submit([1, 2, 3], 1000)
@@ -441,7 +454,7 @@ def test_stop() -> None:
     assert device.scheduler.take() is None
 
 
-def test_idle_and_unknown() -> None:
+def test_scheduler_idle_and_unknown_ids() -> None:
     device = Device(Sizes())
     assert not device.step()
     assert not device.scheduler.cancel(0) and device.scheduler.take(wait=False) == []
@@ -451,7 +464,7 @@ def test_idle_and_unknown() -> None:
 
 
 @pytest.mark.parametrize("fault", ["progress", "record"])
-def test_a_device_that_is_gone(fault: str) -> None:
+def test_scheduler_device_failure(fault: str) -> None:
     """If progress is unknown or no launch succeeds, all requests end with the error, later ones too."""
     device = Device(Sizes())
     for _ in range(5):
@@ -551,7 +564,7 @@ def test_submit_and_cancel_from_threads() -> None:
     device.check_all_done()
 
 
-def test_who_is_submitted_together_joins_together() -> None:
+def test_submit_many_joins_in_one_round() -> None:
     """Whatever the loop is at: it has all of them in its next turn, and their first round is one round."""
     device = Device(Sizes(max_len=40, prefill_chunk=30))
     device.driven = True
@@ -614,7 +627,7 @@ def test_run_waits_for_work_and_goes_on_after_exceptions() -> None:
     assert raised == ["deactivate"]
 
 
-def test_one_loop_at_a_time() -> None:
+def test_second_scheduler_loop_is_refused() -> None:
     device = Device(Sizes())
     messages = []
 
@@ -789,7 +802,7 @@ def test_gaps_between_rounds() -> None:
 
 
 @overlapped
-def test_streams_or_not(rounds_in_flight: int) -> None:
+def test_scheduler_streaming(rounds_in_flight: int) -> None:
     """A request that does not stream has one update, at its end."""
     device = Device(Sizes(rounds_in_flight=rounds_in_flight))
     device.streams = False
@@ -799,7 +812,7 @@ def test_streams_or_not(rounds_in_flight: int) -> None:
 
 
 @pytest.mark.parametrize(("rounds_in_flight", "late"), [(1, 0), (2, 1), (3, 2)])
-def test_results_are_read_late(rounds_in_flight: int, late: int) -> None:
+def test_scheduler_late_results(rounds_in_flight: int, late: int) -> None:
     device = Device(Sizes(rounds_in_flight=rounds_in_flight, accept_width=1, reserve=6))
     device.submit([1], 9)
     for turn in range(1, 9):  # the first turn has the first round, too
@@ -810,7 +823,7 @@ def test_results_are_read_late(rounds_in_flight: int, late: int) -> None:
     assert device.num_published == 9, "nobody launches a round for a request whose budget is spent in flight"
 
 
-def test_times_and_trace(tmp_path: Path) -> None:
+def test_scheduler_times_and_trace(tmp_path: Path) -> None:
     device = Device(Sizes(rounds_in_flight=2))
     device.submit([1, 2, 3], 9)
     device.run()
