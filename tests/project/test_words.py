@@ -9,7 +9,6 @@ from support import native_build
 
 ROOT = native_build.ROOT
 WORDS = ROOT / "tests" / "words.txt"
-ALLOWED = ROOT / "tests" / "words_allowed.txt"  # files that may still hold such words
 ROOMS = ("csrc", "python", "bench", "docs", "tests", "examples", "packaging")
 KINDS = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".md", ".toml", ".sh", ".html", ".cmake"}
 LEFT_OUT = (
@@ -57,7 +56,4 @@ def test_words_of_the_list_are_found() -> None:
 
 
 def test_no_file_holds_a_word_of_the_list() -> None:
-    allowed = set(ALLOWED.read_text().split()) if ALLOWED.exists() else set()
-    hits = {name: found_in((ROOT / name).read_text()) for name in sources()}
-    assert not [f"{name}:{line}: {word}" for name, each in hits.items() if name not in allowed for line, word in each]
-    assert not [name for name in sorted(allowed) if not hits.get(name)], ()
+    assert not [f"{name}:{line}: {word}" for name in sources() for line, word in found_in((ROOT / name).read_text())]
