@@ -116,7 +116,7 @@ def test_tasks_share_a_request() -> None:
 
 
 @pytest.mark.parametrize("waits", ["iterates", "iterates over generate", "awaits the result"])
-def test_a_cancelled_task_cancels_its_request(waits: str) -> None:
+def test_async_task_cancel_cancels_request(waits: str) -> None:
     async def main(engine: AsyncEngine) -> None:
         other = await engine.submit(prompts()[3], LONG)
         requests: list[AsyncRequest] = []
@@ -242,7 +242,7 @@ def test_async_event_loops_in_threads() -> None:
         expect_nothing_left(engine)
 
 
-def test_an_event_loop_that_ends_takes_its_requests_along() -> None:
+def test_async_event_loop_end_cancels_requests() -> None:
     with make_engine(max_len=1024) as engine:
         shared = AsyncEngine(engine)
 
@@ -259,7 +259,7 @@ def test_an_event_loop_that_ends_takes_its_requests_along() -> None:
         expect_nothing_left(engine)
 
 
-def test_a_request_belongs_to_its_event_loop() -> None:
+def test_async_request_belongs_to_its_event_loop() -> None:
     with make_engine(max_len=1024) as engine:
         shared = AsyncEngine(engine)
 

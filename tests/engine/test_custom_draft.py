@@ -105,7 +105,7 @@ def test_custom_draft_rounds_are_captured(adaptive: bool) -> None:
         assert abs(accept_length(outputs) - accept_length(called)) < 0.1
 
 
-def test_a_seed_gives_the_text_of_plain_decoding() -> None:
+def test_custom_draft_seeded_text_equals_plain_decoding() -> None:
     params = [SamplingParams(20, temperature=0.8, top_p=0.9, seed=seed) for seed in range(len(prompts()))]
     want = make_engine(None).generate(prompts(), params)
     got = make_engine(Bigrams()).generate(prompts(), params)
@@ -254,7 +254,7 @@ def test_draft_steps_know_their_depth(device: torch.device) -> None:
 # --- one engine for each
 
 
-def test_a_draft_serves_one_engine_until_it_is_closed() -> None:
+def test_draft_serves_one_open_engine() -> None:
     draft = Eagle3(HEAD, num_steps=2, topk=2)
     first = make_engine(draft)
     message = (
@@ -270,7 +270,7 @@ def test_a_draft_serves_one_engine_until_it_is_closed() -> None:
     assert [o.tokens for o in expect_plain_texts(make_engine(draft))] == [o.tokens for o in want]
 
 
-def test_an_engine_that_is_not_made_leaves_its_draft_closed() -> None:
+def test_failed_engine_leaves_draft_closed() -> None:
     class Broken(Bigrams):  # type: ignore[misc, valid-type]
         def open(self, context: Any) -> None:
             super().open(context)

@@ -115,7 +115,7 @@ def test_accept_length_on_held_out_prompts(name: str, kind: str, at_least: float
 
 
 @pytest.mark.parametrize("kind", ["code", "repeat"])
-def test_the_union_of_two_drafts_accepts_more_than_either(kind: str) -> None:
+def test_union_accepts_more_than_either_draft(kind: str) -> None:
     lengths = {}
     head = tiny_model("eagle3")
     drafts = {
@@ -184,7 +184,7 @@ def test_a_request_ends_where_on_tokens_says() -> None:
 
 
 @pytest.mark.parametrize("name", representative(DRAFTS))
-def test_one_token_prompts(name: str, device: torch.device) -> None:
+def test_engine_one_token_prompts(name: str, device: torch.device) -> None:
     engine = make_engine(DRAFTS[name](), "batched", device)
     starts = [[prompt[0]] for prompt in prompts()[:6]]
     want = greedy_by_transformers(reference_model(), starts, 16)
@@ -212,7 +212,7 @@ def test_text_prompts_and_text_results(device: torch.device) -> None:
     assert output.prompt_tokens == tokenizer()("def main():\n")["input_ids"]
 
 
-def test_an_engine_survives_a_failing_callback(device: torch.device) -> None:
+def test_engine_survives_failing_callback(device: torch.device) -> None:
     engine = make_engine(DRAFTS["eagle3-tree"](), "batched", device)
 
     def fail(_new: NewTokens) -> None:
@@ -319,7 +319,7 @@ def test_engine_without_graphs_keeps_texts(name: str) -> None:
         ([1] * MAX_LEN, f"generate: prompts[1] has {MAX_LEN} tokens, expected at most {MAX_LEN - 1} (max_len - 1)"),
     ],
 )
-def test_a_bad_prompt_starts_nothing(prompt: list[int], message: str) -> None:
+def test_engine_bad_prompt_starts_nothing(prompt: list[int], message: str) -> None:
     engine = make_engine(DRAFTS["none"](), "batched", torch.device("cpu"))
     with pytest.raises(ValueError) as error:
         engine.generate([prompts()[0], prompt])

@@ -73,7 +73,7 @@ def test_defaults_on_a_gpu() -> None:
     assert called.rows == tuple((32 * batch,) for batch in called.batch_sizes)
 
 
-def test_the_models_limit_is_the_longest_sequence() -> None:
+def test_max_len_defaults_to_model_limit() -> None:
     short = LlamaConfig(**{**MODEL.to_dict(), "max_position_embeddings": 300})
     assert EngineConfig.resolve(short, Draft(), CPU, EngineOptions()).max_len == 300
 
@@ -105,7 +105,7 @@ def test_rounds_are_adaptive_where_that_is_exact(machine: Machine) -> None:
     assert drawn.rows[-1] == budget_levels(8, 32, equal=True)
 
 
-def test_a_batch_invariant_engine_has_one_size() -> None:
+def test_batch_invariant_config_has_one_size() -> None:
     got = resolve(batch_invariant=True)
     assert got.batch_sizes == (8,) and got.fixed_split == 1024 and got.prefill_requests == 1
 
@@ -115,7 +115,7 @@ def test_a_share_of_the_memory_is_tried_out_with_one_request() -> None:
     assert got.mem_fraction == 0.5 and got.num_pages == got.max_pages
 
 
-def test_a_configuration_is_a_value() -> None:
+def test_config_is_a_value() -> None:
     draft = Tree()
     assert resolve(draft) == resolve(draft) and hash(resolve(draft)) == hash(resolve(draft))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -220,9 +220,7 @@ def test_the_host_has_memory() -> None:
     assert 10**8 < host_bytes() < 10**15
 
 
-def test_an_engine_of_no_machine_is_refused_before_its_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_config_is_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_random_model(tmp_path / "target", "llama")
     monkeypatch.setattr("specdec_kernels.engine.startup.open_language_model", None)
     draft = Ngram()
@@ -234,7 +232,7 @@ def test_an_engine_of_no_machine_is_refused_before_its_model_is_loaded(
 # --- traces
 
 
-def test_a_trace_that_cannot_be_written_is_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_trace_is_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_random_model(tmp_path / "target", "llama")
     monkeypatch.setattr("specdec_kernels.engine.startup.open_language_model", None)
     for trace, reason in ((tmp_path / "none" / "t.json", "No such file or directory"), (tmp_path, "Is a directory")):
@@ -244,7 +242,7 @@ def test_a_trace_that_cannot_be_written_is_found_at_once(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("trace", ["folder/t.json", "/dev/full"])
-def test_a_trace_that_fails_later_costs_no_outputs(trace: str, tmp_path: Path) -> None:
+def test_trace_write_failure_keeps_outputs(trace: str, tmp_path: Path) -> None:
     """Its folder is gone, or the disk is full."""
     folder = save_random_model(tmp_path / "target", "llama")
     path = tmp_path / trace
@@ -261,7 +259,7 @@ def test_a_trace_that_fails_later_costs_no_outputs(trace: str, tmp_path: Path) -
     assert len(output.tokens) == 8
 
 
-def test_a_trace_is_written(tmp_path: Path) -> None:
+def test_trace_is_written(tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "target", "llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)

@@ -141,7 +141,7 @@ def test_no_stop_token_before_the_minimum(name: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "ngram"])
-def test_a_minimum_survives_retraction(name: str) -> None:
+def test_min_new_tokens_survives_retraction(name: str) -> None:
     params = [SamplingParams(60, stop_token_ids=list(range(16)), min_new_tokens=40)] * len(prompts())
     want = make_engine(name).generate(prompts(), params)
     tight = make_engine(name, page_size=4, num_pages=55)
@@ -188,7 +188,7 @@ def test_stop_strings(name: str, device: torch.device) -> None:
     assert int(pool.num_free[0]) == len(pool.free_stack)
 
 
-def test_one_stop_string_and_a_minimum() -> None:
+def test_stop_string_with_min_new_tokens() -> None:
     engine = make_engine("eagle3-tree")
     (plain,) = engine.generate(prompts()[0], SamplingParams(60, ignore_eos=True))
     assert plain.text is not None

@@ -223,7 +223,7 @@ def test_grammar_by_budget_levels(name: str, monkeypatch: pytest.MonkeyPatch, de
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3-tree"])
-def test_a_request_that_is_retracted_goes_on_within_its_grammar(name: str, device: torch.device) -> None:
+def test_grammar_survives_retraction(name: str, device: torch.device) -> None:
     engine = make_engine(name, device, num_pages=-(-(MAX_LEN + 80) // 4))
     outputs = engine.generate(prompts(), params())
     assert [output.tokens for output in outputs] == wanted()
@@ -244,7 +244,7 @@ def test_cancelled_requests_leave_nothing(device: torch.device) -> None:
     assert [output.tokens for output in outputs] == wanted()[:4]
 
 
-def test_without_a_grammar_it_is_the_same_engine(device: torch.device) -> None:
+def test_engine_with_grammars_keeps_plain_texts(device: torch.device) -> None:
     each = [SamplingParams(24, temperature=0.8, seed=i) for i in range(4)]
     with_grammars = make_engine("eagle3-tree", device).generate(prompts()[:4], each)
     without = Engine(
@@ -253,7 +253,7 @@ def test_without_a_grammar_it_is_the_same_engine(device: torch.device) -> None:
     assert [output.tokens for output in with_grammars] == [output.tokens for output in without]
 
 
-def test_a_budget_may_cut_a_text_off(device: torch.device) -> None:
+def test_grammar_text_cut_by_max_new_tokens(device: torch.device) -> None:
     (output,) = make_engine("eagle3-tree", device).generate(prompts()[:1], SamplingParams(4, json_schema=SCHEMA))
     assert output.finish_reason == FinishReason.LENGTH and output.tokens == wanted()[0][:4]
 
@@ -290,7 +290,7 @@ def test_grammar_that_does_not_compile_is_refused(given: dict[str, Any], message
     assert engine.generate([[1, 2]], SamplingParams(2))[0].tokens  # nothing has started
 
 
-def test_an_engine_without_grammars_refuses_them() -> None:
+def test_engine_without_grammars_refuses_grammar() -> None:
     with Engine(TARGET, max_len=MAX_LEN, device="cpu") as engine, pytest.raises(ValueError) as error:
         engine.submit([1, 2], SamplingParams(json_schema=SCHEMA))
     assert str(error.value) == "SamplingParams: json_schema is given, expected none without Engine(grammars=True)"
@@ -305,7 +305,7 @@ def test_grammar_without_xgrammar_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
-def test_the_event_loop_goes_on_while_a_grammar_compiles(device: torch.device) -> None:
+def test_grammar_compilation_does_not_block_event_loop(device: torch.device) -> None:
     async def texts() -> list[list[int]]:
         async with AsyncEngine(make_engine("ngram", device)) as engine:
             one = await engine.submit(prompts()[3], params()[3])

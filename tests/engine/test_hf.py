@@ -73,7 +73,7 @@ def test_greedy_text_is_that_of_transformers(model: Any, device: torch.device, d
     assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
 
 
-def test_the_model_stays_what_it_was(model: Any, device: torch.device) -> None:
+def test_hf_generate_leaves_model_unchanged(model: Any, device: torch.device) -> None:
     """Its weights are shared, its own generate gives the same text, and a second call takes the same engine."""
     batch = batch_of([held_out("repeat")[0]], device)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -91,7 +91,7 @@ def test_the_model_stays_what_it_was(model: Any, device: torch.device) -> None:
     hf.release(model)
 
 
-def test_a_draft_that_is_a_module_serves_one_engine_after_another(model: Any, device: torch.device) -> None:
+def test_hf_draft_module_serves_engines_in_turn(model: Any, device: torch.device) -> None:
     draft = AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32).to(device)
     batch = batch_of([held_out("repeat")[0]], device)
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -104,7 +104,7 @@ def test_a_draft_that_is_a_module_serves_one_engine_after_another(model: Any, de
     hf.release(model)
 
 
-def test_one_draft_object_serves_calls_of_any_size(model: Any, device: torch.device) -> None:
+def test_hf_draft_serves_batches_of_any_size(model: Any, device: torch.device) -> None:
     draft = Eagle3(tiny_model("eagle3"), num_steps=2, topk=2)
     batch = batch_of([held_out("repeat")[0]], device)
     options = {"do_sample": False, "pad_token_id": 0, "custom_generate": hf.generate, "draft": draft}
@@ -155,7 +155,7 @@ def test_ends_no_sooner_than_it_may(model: Any, device: torch.device, least: dic
     assert torch.equal(model.generate(**batch, **short, custom_generate=hf.generate), model.generate(**batch, **short))
 
 
-def test_a_criterion_that_raises_leaves_the_engine_whole(model: Any, device: torch.device) -> None:
+def test_hf_raising_criterion_keeps_engine(model: Any, device: torch.device) -> None:
     def broken(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
         raise OSError("disk on fire")
 
@@ -364,7 +364,7 @@ def test_half_precision_keeps_the_models_rotations(device: torch.device) -> None
     )
 
 
-def test_a_model_without_a_limit_of_length_is_refused_by_name() -> None:
+def test_hf_model_without_length_limit_is_refused() -> None:
     config = AutoConfig.for_model("bloom", vocab_size=99, hidden_size=32, n_layer=1, n_head=2)
     bloom = AutoModelForCausalLM.from_config(config).eval()
     assert message(bloom, batch_of([[5, 6, 7]], bloom.device)).startswith(

@@ -352,7 +352,7 @@ def test_requests_that_want_no_drafts_rest_for_good(adaptive: bool, device: torc
     assert sum(engine.stats().rounds_by_nodes.values()) == engine.stats().rounds > engine.stats().rounds_by_nodes[1]
 
 
-def test_a_batch_invariant_engine_has_rounds_of_one_size(device: torch.device) -> None:
+def test_batch_invariant_engine_has_one_round_size(device: torch.device) -> None:
     engine = make_engine(Eagle3(HEAD, num_steps=3, topk=2, num_nodes=8), device, batch_invariant=True, cuda_graph=False)
     assert (engine.config.plain_rounds, engine.config.max_idle_rounds) == (False, 0)
     launched: list[tuple[int, int]] = []
@@ -363,7 +363,7 @@ def test_a_batch_invariant_engine_has_rounds_of_one_size(device: torch.device) -
 
 
 @pytest.mark.parametrize("draft", [None, Ngram(num_nodes=8)], ids=["none", "ngram"])
-def test_a_draft_without_a_model_has_nothing_to_rest(draft: Draft | None, device: torch.device) -> None:
+def test_draft_without_model_is_never_idle(draft: Draft | None, device: torch.device) -> None:
     engine = make_engine(draft, device, adaptive=True, cuda_graph=False)
     assert engine.config.max_idle_rounds == 0
     costs = engine.stats().costs
@@ -371,7 +371,7 @@ def test_a_draft_without_a_model_has_nothing_to_rest(draft: Draft | None, device
     engine.close()
 
 
-def test_what_catching_up_takes_is_measured_and_kept(device: torch.device) -> None:
+def test_catch_up_cost_is_measured_and_saved(device: torch.device) -> None:
     engine = make_engine(Eagle3(HEAD, topk=1), device, adaptive=True, cuda_graph=False, batch_sizes=[2, 3])
     costs = engine.stats().costs
     assert costs is not None and len(costs.catch_up) == 2 and min(costs.catch_up) > 0
@@ -385,7 +385,7 @@ def test_what_catching_up_takes_is_measured_and_kept(device: torch.device) -> No
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
 @pytest.mark.parametrize("name", TWICE)
-def test_a_captured_pass_catches_up(name: str, tmp_path: Path) -> None:
+def test_captured_catch_up_pass(name: str, tmp_path: Path) -> None:
     """With what its graph finds in the record of commands: two slots of three, and an empty row."""
     draft = Twice(TWICE[name](tmp_path))
     engine = make_engine(draft, torch.device("cuda"), adaptive=True, batch_sizes=[3])

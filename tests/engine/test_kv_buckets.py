@@ -95,7 +95,7 @@ def test_a_plain_engine_asks_for_its_target_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{"machine": GPU._replace(gpu=None)}, {"batch_invariant": True}])
-def test_one_bound_where_no_plan_depends_on_it(options: dict[str, Any]) -> None:
+def test_kv_buckets_of_constant_plan_is_one(options: dict[str, Any]) -> None:
     config = resolve(**options, max_len=32768)
     assert {size.max_kv_len for size in config.round_sizes} == {32768 + config.reserve}
 

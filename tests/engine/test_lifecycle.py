@@ -126,7 +126,7 @@ def test_insert_survives_concurrent_storage_swap() -> None:
     assert draft.tree.tokens.tolist() == [[500_002, 500_003, 500_004, 500_005]]
 
 
-def test_a_second_interpreter_is_refused() -> None:
+def test_second_interpreter_is_refused() -> None:
     try:
         import _xxsubinterpreters as interpreters
     except ImportError:

@@ -105,7 +105,7 @@ def test_penalties_by_budget_levels(name: str, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("name", ["none", "eagle3-tree", "standalone"])
-def test_a_request_that_is_retracted_keeps_its_counts(name: str, device: torch.device) -> None:
+def test_penalty_counts_survive_retraction(name: str, device: torch.device) -> None:
     engine = make_engine(name, device, num_pages=-(-(MAX_LEN + 80) // 4))
     outputs = engine.generate(prompts(), params())
     assert [output.tokens for output in outputs] == wanted()
@@ -171,7 +171,7 @@ def test_penalties_refuse_bad_values(given: dict[str, Any], message: str) -> Non
     assert str(error.value) == message
 
 
-def test_a_bias_of_what_is_no_token_is_refused() -> None:
+def test_logit_bias_of_unknown_token_is_refused() -> None:
     engine = make_engine("none")
     vocab = engine.target.config.vocab_size
     for token in (-1, vocab):

@@ -99,5 +99,5 @@ def test_captured_passes_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
-def test_without_graphs_no_passes_are_captured() -> None:
+def test_prefill_without_graphs_captures_nothing() -> None:
     assert not make_engine("eagle3-tree", "cuda", cuda_graph=False).core.executor.passes.captured

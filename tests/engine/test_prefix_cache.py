@@ -323,7 +323,7 @@ def test_prefix_cache_short_match_delays_nobody() -> None:
     assert slots == [3]
 
 
-def test_a_multi_turn_prompt_prefills_its_last_turn(device: torch.device) -> None:
+def test_prefix_cache_multi_turn_prompt_prefills_last_turn(device: torch.device) -> None:
     """All rows but those of the last round, whose tokens have no rows of the draft, in whole pages."""
     engine = make_engine(DRAFTS["eagle3-tree"](), device, num_pages=600)
     prompt = held_out("code")[0][:50]
@@ -377,7 +377,7 @@ def test_prefix_cache_evicts_oldest_pages() -> None:
     expect_nothing_lost(engine)
 
 
-def test_the_cache_is_cleared_while_requests_run(device: torch.device) -> None:
+def test_prefix_cache_clear_while_requests_run(device: torch.device) -> None:
     engine = make_engine(DRAFTS["eagle3-tree"](), device, num_pages=600)
     prompt = held_out("code")[0][:40]
     engine.clear_cache()

@@ -73,7 +73,7 @@ def test_submit_many_starts_all_requests(stream: bool) -> None:
         expect_nothing_left(engine)
 
 
-def test_a_list_joins_in_one_turn() -> None:
+def test_submit_many_joins_in_one_turn() -> None:
     """Whatever the loop is at when it comes: its first round has all of them."""
     rounds: list[int] = []
     with make_engine("none", num_slots=8, adaptive=False, max_len=1024) as engine:
@@ -150,7 +150,7 @@ def test_a_piece_is_a_round_for_who_keeps_up() -> None:
         assert len(pieces) == 1 + request.output.stats.rounds > 4 and all(len(new.rounds) == 1 for new in pieces)
 
 
-def test_without_streaming_there_is_one_piece() -> None:
+def test_request_without_stream_has_one_piece() -> None:
     with make_engine() as engine:
         request = engine.submit(prompts()[0], SamplingParams(NEW_TOKENS, ignore_eos=True), stream=False)
         (piece,) = request
@@ -217,7 +217,7 @@ def test_request_callbacks() -> None:
         assert engine.submit(prompts()[0], SamplingParams(NEW_TOKENS)).result().tokens == request.result().tokens
 
 
-def test_a_callback_may_submit_and_cannot_wait() -> None:
+def test_callback_may_submit_but_not_wait() -> None:
     with make_engine() as engine:
         chain: list[Request] = []
         refusals: list[str] = []
@@ -246,7 +246,7 @@ def test_a_callback_may_submit_and_cannot_wait() -> None:
 # --- many at once
 
 
-def test_a_thousand_requests_from_eight_threads(tmp_path: Path) -> None:
+def test_submit_from_eight_threads(tmp_path: Path) -> None:
     """With cancels, of one's own and of others', through a pool that is too small for them."""
     folder = save_random_model(tmp_path, "llama")
     texts, kinds = random_prompts(8), [SamplingParams(count, ignore_eos=True) for count in (1, 3, 8)]
@@ -283,7 +283,7 @@ def test_a_thousand_requests_from_eight_threads(tmp_path: Path) -> None:
         expect_nothing_left(engine)
 
 
-def test_a_request_ends_with_its_time() -> None:
+def test_request_ends_at_timeout() -> None:
     """By a reason that says so, with what came until then: in `generate`, in `result` and in an iteration."""
     with make_engine(max_len=2048, num_slots=2) as engine:
         (plain,) = engine.generate(prompts()[0], SamplingParams(300, ignore_eos=True))
@@ -364,7 +364,7 @@ def test_unread_stream_costs_its_tokens_alone() -> None:
 # --- errors
 
 
-def test_an_error_is_that_of_its_request_alone(tmp_path: Path) -> None:
+def test_request_error_is_its_own_alone(tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "plain", "llama")
     texts = random_prompts(6)
     with random_engine(folder) as whole:
@@ -382,7 +382,7 @@ def test_an_error_is_that_of_its_request_alone(tmp_path: Path) -> None:
         expect_nothing_left(engine)
 
 
-def test_an_exception_ends_the_requests_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_executor_exception_ends_requests_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     with make_engine() as engine:
         begin = engine.core.executor.begin
 
@@ -609,7 +609,7 @@ def test_close_from_a_callback() -> None:
             assert not thread.is_alive()
 
 
-def test_an_engine_without_references_is_collected() -> None:
+def test_unreferenced_engine_is_collected() -> None:
     """Its threads do not hold it, once its requests have ended and are gone, too."""
     before = threading.active_count()
     engine = make_engine()

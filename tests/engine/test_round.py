@@ -48,7 +48,7 @@ def texts_of(engine: Engine, slots: list[int], rounds: int) -> dict[int, list[in
 
 
 @every_draft
-def test_a_stalled_slot_waits_unchanged_and_recovers(name: str, device: torch.device) -> None:
+def test_stalled_slot_is_unchanged_and_recovers(name: str, device: torch.device) -> None:
     alone = make_engine(name, device)
     for slot in range(3):
         begin(alone, slot, prompts()[slot])
@@ -153,7 +153,7 @@ def test_retraction_keeps_texts(name: str, device: torch.device) -> None:
     assert int(pool.num_free[0]) == len(pool.free_stack) and not pool.page_refs.any()
 
 
-def test_the_ngram_streams_are_the_texts_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ngram_streams_equal_request_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through retraction and reuse of slots; a retracted request's text is inserted once."""
     engine = make_engine("ngram", num_slots=4, num_pages=45)
     index: Any = engine.draft.index  # type: ignore[attr-defined]

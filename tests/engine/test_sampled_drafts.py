@@ -138,7 +138,7 @@ def test_sampled_tree_is_refused(kind: type) -> None:
     assert str(error.value) == f"{kind.__name__}: sampled is True with topk=2, expected topk=1 (a chain can be drawn)"
 
 
-def test_a_union_takes_no_drawn_drafts() -> None:
+def test_union_refuses_sampled_drafts() -> None:
     with pytest.raises(ValueError) as error:
         Union(Ngram(), Eagle3("x", topk=1, sampled=True))
     assert str(error.value) == "Union: second is a Eagle3 with sampled=True, expected sampled=False"

@@ -45,7 +45,7 @@ def test_sample_i_is_a_request_with_seed_plus_i(device: torch.device) -> None:
     assert outputs[0].tokens != outputs[1].tokens
 
 
-def test_each_sample_looks_for_stop_strings_in_its_own_text() -> None:
+def test_stop_strings_are_matched_per_sample() -> None:
     common: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "stop": ["=", "\n    "]}
     engine = make_engine()
     outputs = engine.generate(prompts(), SamplingParams(**common, n=4, seed=10))
@@ -97,7 +97,7 @@ def test_one_request_has_one_sample() -> None:
 
 
 @pytest.mark.parametrize("union", [False, True], ids=["ngram", "union"])
-def test_a_prediction_is_drafted_and_changes_no_text(union: bool, device: torch.device) -> None:
+def test_prediction_is_drafted_and_keeps_text(union: bool, device: torch.device) -> None:
     def engine() -> Engine:  # each has seen nothing yet
         ngram = Ngram(num_nodes=8)
         return make_engine(Union(Eagle3(HEAD, num_steps=2, topk=2), ngram, num_nodes=16) if union else ngram, device)
@@ -140,5 +140,5 @@ def test_predictions_that_are_refused(draft: Draft | None, prediction: Any, mess
     assert str(error.value) == message
 
 
-def test_an_empty_prediction_is_none() -> None:
+def test_empty_prediction_is_ignored() -> None:
     assert make_engine(Ngram()).generate([[1, 2]], SamplingParams(2, prediction=[]))[0].tokens

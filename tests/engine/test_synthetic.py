@@ -49,7 +49,7 @@ def run(draft: str, accept: float, topk: int, nodes: int, device: torch.device, 
 
 @pytest.mark.parametrize("draft", ["EAGLE3", "STANDALONE"])
 @pytest.mark.parametrize(("topk", "nodes"), [(1, 5), (4, 12)])
-def test_the_accept_length_is_what_was_asked(draft: str, topk: int, nodes: int, device: torch.device) -> None:
+def test_synthetic_accept_length_equals_requested(draft: str, topk: int, nodes: int, device: torch.device) -> None:
     assert run(draft, 2.5, topk, nodes, device) == pytest.approx(2.5, abs=0.06)
 
 
@@ -64,14 +64,14 @@ def test_synthetic_later_rank_is_found_by_trees_alone() -> None:
     assert run("STANDALONE", math.inf, 2, 15, CPU, rank=1) == pytest.approx(3.0, abs=0.1)
 
 
-def test_the_text_stays_inside_the_draft_vocabulary() -> None:
+def test_synthetic_text_stays_in_draft_vocabulary() -> None:
     text = SyntheticText.of(100, 30, seed=5)
     assert sorted(text.order.tolist()) == text.draft_ids.tolist()
     assert text.draft_ids.max() < 100 and len(set(text.draft_ids.tolist())) == 30
     assert text.tokens(28, 4) == [*text.order[28:].tolist(), *text.order[:2].tolist()]
 
 
-def test_the_second_text_has_the_rest_of_the_vocabulary(device: torch.device) -> None:
+def test_synthetic_second_text_uses_remaining_vocabulary(device: torch.device) -> None:
     text = SyntheticText.of(100, 30, seed=5)
     assert sorted([*text.order.tolist(), *text.other_order.tolist()]) == list(range(100))
     assert text.other_tokens(60, 10) == text.other_order[60:].tolist()
@@ -95,7 +95,7 @@ def test_shapes_are_configs_of_their_own(shape: str) -> None:
     assert draft_vocab_of(config) < config.vocab_size
 
 
-def test_a_module_that_is_no_head_is_refused() -> None:
+def test_synthetic_refuses_module_that_is_no_head() -> None:
     config, text = shape_config("tiny"), tiny_text()
     target = synthetic_causal_lm(config, text, device=CPU, dtype=torch.float32)
     with pytest.raises(ValueError) as error:

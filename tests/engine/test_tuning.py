@@ -313,7 +313,7 @@ def test_tuning_cost_key(measured: dict[str, Any]) -> None:
     assert costs_for(tuned("tree"), rounds, config) is None
 
 
-def test_an_engine_that_is_not_adaptive_has_no_costs(measured: dict[str, Any]) -> None:
+def test_tuning_of_fixed_engine_has_no_costs(measured: dict[str, Any]) -> None:
     with closing(make_engine(DRAFTS["chain"](), tuning=measured)) as engine:
         assert engine.tuning["costs"] is None and engine.stats().costs is None
 

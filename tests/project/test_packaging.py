@@ -64,7 +64,7 @@ def test_pip_installs_from_it_and_writes_nothing_there(source: Path, environment
     assert said == f"{(ROOT / 'VERSION').read_text().strip()} None\n"
 
 
-def test_a_wheel_can_be_the_first_thing_that_is_built(source: Path) -> None:
+def test_wheel_builds_in_fresh_checkout(source: Path) -> None:
     done = subprocess.run(
         ["./build.sh", "wheel", "cpu"],
         cwd=source,

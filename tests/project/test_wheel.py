@@ -120,7 +120,7 @@ def files(wheel: Path) -> set[str]:
 
 
 @pytest.mark.skipif(bool(list(Path("/usr/local").glob("cuda-12*"))), reason="CUDA 12 is here")
-def test_a_wheel_without_its_compiler_is_refused_before_anything_is_made() -> None:
+def test_wheel_build_without_compiler_is_refused_first() -> None:
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": "/nowhere/python"}
     done = subprocess.run([ROOT / "build.sh", "wheel", "cu12"], env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == (
@@ -155,7 +155,7 @@ def test_wheel_contains_no_other_files(wheel: Path) -> None:
     ]
 
 
-def test_its_version_is_the_tree_s_with_the_label_of_its_variant(wheel: Path) -> None:
+def test_wheel_version_has_variant_label(wheel: Path) -> None:
     assert re.fullmatch(re.escape((ROOT / "VERSION").read_text().strip()) + r"(\+(cu13|cu12|cpu))?", version(wheel))
     (metadata,) = [name for name in files(wheel) if name.endswith(".dist-info/METADATA")]
     assert f"\nVersion: {version(wheel)}\n" in zipfile.ZipFile(wheel).read(metadata).decode()

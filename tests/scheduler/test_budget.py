@@ -236,7 +236,7 @@ def test_rounds_that_take_long_are_timed_once() -> None:
         assert device.num_published == times * len(NODES)
 
 
-def test_a_round_that_was_held_up_is_timed_again() -> None:
+def test_budget_delayed_round_is_timed_again() -> None:
     late = {(2, 4): 50_000.0, (2, 8): 60_000.0, (1, 1): 20_000.0}
     device = Device(lambda batch, nodes: late.pop((batch, nodes), 100 * batch + nodes), 0.5, batch=2)
     device.measure()
@@ -244,7 +244,7 @@ def test_a_round_that_was_held_up_is_timed_again() -> None:
     assert device.scheduler.costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2)]
 
 
-def test_without_costs_the_highest_level() -> None:
+def test_budget_without_costs_uses_highest_level() -> None:
     assert set(Device(flat, 0.0).run(100)) == {NODES[-1]}
 
 
@@ -336,7 +336,7 @@ def test_prefixes_cost_all_levels_the_same() -> None:
 
 
 @every_draft
-def test_any_levels_give_the_same_texts(name: str, device: torch.device, tmp_path: Path) -> None:
+def test_budget_levels_keep_texts(name: str, device: torch.device, tmp_path: Path) -> None:
     """Whatever a round's number of nodes, in a pool from which requests are retracted."""
     engine = make_engine(DRAFTS[name](tmp_path), device, cuda_graph=False, num_pages=60)
     rng, launch, most_nodes = random.Random(3), engine.core.executor.launch, engine.config.needs.num_nodes
@@ -409,7 +409,7 @@ def test_budget_measurement_leaves_no_state(device: torch.device, tmp_path: Path
 
 
 @every_draft
-def test_a_lower_level_drafts_the_first_nodes_of_a_higher_one(
+def test_lower_budget_level_drafts_prefix_of_higher(
     name: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of as many paths; which is how a round shows what the levels below it would have accepted."""
@@ -475,6 +475,6 @@ def test_levels_are_next_to_each_other(num_nodes: int, equal: bool) -> None:
         assert not equal or not any(rows % batch for rows in levels)
 
 
-def test_a_batch_invariant_engine_is_not_adaptive() -> None:
+def test_batch_invariant_engine_is_not_adaptive() -> None:
     with pytest.raises(ValueError, match=r"^Engine: adaptive is set, expected not with batch_invariant"):
         make_engine(Eagle3(HEAD), torch.device("cpu"), adaptive=True, batch_invariant=True)

@@ -158,7 +158,7 @@ def test_what_was_learnt_is_kept_in_another_batch() -> None:
     assert machine.of_best("chat") > 0.96
 
 
-def test_the_same_rounds_give_the_same_choices() -> None:
+def test_budget_is_deterministic() -> None:
     assert Machine(3, us_of).run("chat", 500) == Machine(3, us_of).run("chat", 500)
 
 

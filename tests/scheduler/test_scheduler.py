@@ -201,7 +201,7 @@ def test_queue_head_without_room_blocks_lower_priorities() -> None:
     assert device.first_starts == [0, 2, 1]
 
 
-def test_the_lowest_priority_is_retracted() -> None:
+def test_scheduler_retracts_lowest_priority() -> None:
     """The newest of the lowest priority is retracted; it resumes before others of its priority, after higher ones."""
     sizes = Sizes(num_slots=2, num_pages=8, page_size=4, max_len=24, reserve=6, accept_width=4, batch_sizes=(1, 2))
     device = Device(sizes)
@@ -218,7 +218,7 @@ def test_the_lowest_priority_is_retracted() -> None:
     assert len(device.sent[low].emitted) == len(device.sent[high].emitted) == 20
 
 
-def test_a_prompt_of_a_higher_priority_is_prefilled_first() -> None:
+def test_scheduler_prefills_higher_priority_first() -> None:
     device = Device(Sizes(prefill_chunk=4, num_slots=2, batch_sizes=(1, 2)))
     device.priorities = [1, 0]
     calls: list[list[int]] = []
@@ -231,7 +231,7 @@ def test_a_prompt_of_a_higher_priority_is_prefilled_first() -> None:
     assert calls == [[0], [1], [1], [0], [0]]
 
 
-def test_a_request_that_cannot_begin_in_time_never_does() -> None:
+def test_scheduler_timed_out_request_never_starts() -> None:
     device = Device(Sizes(num_slots=1, batch_sizes=(1,)))
     device.timeouts = [0, 1, 3600 * 10**9]
     for _ in range(3):
@@ -242,7 +242,7 @@ def test_a_request_that_cannot_begin_in_time_never_does() -> None:
 
 
 @pytest.mark.parametrize("rounds_in_flight", [1, 2])
-def test_a_request_ends_with_its_time(rounds_in_flight: int) -> None:
+def test_scheduler_request_ends_at_timeout(rounds_in_flight: int) -> None:
     """A request may be cancelled while it runs, waits or is retracted; it keeps its tokens, and others are unaffected."""
     sizes = Sizes(num_slots=2, num_pages=300, max_len=1000, accept_width=1, rounds_in_flight=rounds_in_flight)
     device = Device(Sizes(**{**sizes.fields, "batch_sizes": (1, 2), "rows": [[4], [8]]}))
@@ -643,7 +643,7 @@ def test_second_scheduler_loop_is_refused() -> None:
     assert set(messages) == {"step: the loop is running already, expected one at a time"}
 
 
-def test_an_engine_and_its_scheduler_are_collected() -> None:
+def test_unreferenced_scheduler_is_collected() -> None:
     device = Device(Sizes())
     alive = weakref.ref(device)
     del device
