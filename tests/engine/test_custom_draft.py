@@ -37,7 +37,7 @@ from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.recording_heads import DepthDraft
-from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
+from support.tiny_checkpoint import Comparison, accept_length, greedy_by_transformers, held_out, reference_model
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 NEW_TOKENS = 40
@@ -80,10 +80,6 @@ def expect_plain_texts(engine: Engine) -> list[RequestOutput]:
         comparison.check(prompt, output.tokens, want)
     assert len(comparison.near_ties) <= 1 and not engine.state.status.any()
     return outputs
-
-
-def accept_length(outputs: list[RequestOutput]) -> float:
-    return 1 + sum(o.stats.accepted for o in outputs) / sum(o.stats.rounds for o in outputs)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

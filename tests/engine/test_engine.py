@@ -17,7 +17,14 @@ from specdec_kernels.engine.drafts.composition import pools_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.exhaustive import covering, representative
-from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model, tokenizer
+from support.tiny_checkpoint import (
+    Comparison,
+    accept_length,
+    greedy_by_transformers,
+    held_out,
+    reference_model,
+    tokenizer,
+)
 
 NUM_PROMPTS = 100
 NEW_TOKENS = 48
@@ -96,11 +103,6 @@ def test_greedy_text_is_that_of_transformers(name: str, layout: str, device: tor
     pool = engine.state.pool
     assert int(pool.num_free[0]) == len(pool.free_stack), "pages were lost"
     assert not pool.page_refs.any()
-
-
-def accept_length(outputs: list) -> float:
-    rounds = sum(o.stats.rounds for o in outputs)
-    return sum(o.stats.accepted + o.stats.rounds for o in outputs) / rounds
 
 
 @pytest.mark.parametrize(

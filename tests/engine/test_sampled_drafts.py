@@ -15,7 +15,6 @@ from specdec_kernels.engine import (
     Engine,
     Ngram,
     Proposal,
-    RequestOutput,
     SamplingParams,
     Standalone,
     Union,
@@ -23,7 +22,7 @@ from specdec_kernels.engine import (
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
-from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
+from support.tiny_checkpoint import Comparison, accept_length, greedy_by_transformers, held_out, reference_model
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 NEW_TOKENS = 32
@@ -37,10 +36,6 @@ def make_engine(device: torch.device | str, steps: int = 4, num_slots: int = 8, 
 
 def prompts(count: int) -> list[list[int]]:
     return [prompt[:60] for prompt in held_out("code")[:count]]
-
-
-def accept_length(outputs: list[RequestOutput]) -> float:
-    return 1 + sum(o.stats.accepted for o in outputs) / sum(o.stats.rounds for o in outputs)
 
 
 def distribution(prompt: list[int], sampling: SamplingParams) -> dict[tuple[int, ...], float]:

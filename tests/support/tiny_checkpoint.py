@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specdec_kernels.engine import RequestOutput
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.tiny import tiny_model
@@ -91,3 +92,8 @@ class Comparison:
         )
         self.near_ties.append(f"token {at}: {ours[at]} for {reference[at]}, margin {gap:.2e}")
         print("near-tie:", self.near_ties[-1])
+
+
+def accept_length(outputs: list[RequestOutput]) -> float:
+    """Return the tokens emitted per round, over all outputs."""
+    return 1 + sum(o.stats.accepted for o in outputs) / sum(o.stats.rounds for o in outputs)
