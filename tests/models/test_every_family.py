@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 from specdec_kernels.engine import Draft, Engine, Ngram, SamplingParams, Standalone
 from specdec_kernels.models.backends.native import CausalLM, check_supported
@@ -88,6 +89,21 @@ def test_logits_and_states_are_those_of_the_module(case: str, device: torch.devi
         features = torch.cat([prompt.features[0], leaves.features[0, i : i + 1]])
         states = torch.cat([out.hidden_states[layer][0] for layer in layers], -1)
         close(features.cpu(), states)
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+@torch.inference_mode()
+def test_experts_have_the_activation_of_their_config(case: str, device: torch.device) -> None:
+    module = random_module(case)
+    for part in module.modules():
+        if hasattr(part, "act_fn"):
+            part.act_fn = ACT2FN["gelu"]
+    options = ModelOptions(max_len=64, num_pages=4, page_size=16, dtype=torch.float32, device=device)
+    lm, tokens = CausalLM(deepcopy(module), options), torch.randint(VOCAB, (1, 20), device=device)
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    rows = PagedBatch(zero, torch.arange(4, dtype=torch.int32, device=device)[None], zero, tail_len=20)
+    hidden = lm.forward(tokens.int(), torch.arange(20, dtype=torch.int32, device=device)[None], rows).hidden
+    close(lm.logits(hidden)[0].cpu(), module(tokens.cpu(), use_cache=False).logits[0])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -123,7 +123,7 @@ def test_experts_that_our_op_does_not_take() -> None:
 def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.device) -> None:
     """The op on the weights as they are stored, and products with widened ones."""
     dense = experts(12, 256, 128, torch.float32, device, False)
-    stored = QuantizedExperts(12)
+    stored = QuantizedExperts(12, nn.SiLU())
     for number in range(12):
         gate, up = dense.gate_up[number].mT.chunk(2)
         for part, weight in (("gate", gate), ("up", up), ("down", dense.down[number].mT)):
@@ -147,7 +147,7 @@ def test_every_way_of_eight_bits(rows: int, activations: str, device: torch.devi
 def test_experts_of_eight_bits_that_the_op_does_not_take() -> None:
     """Widths that are no groups, and scales of other groups than the rows'."""
     for inner, groups, activations in ((160, 1, "token"), (128, 1, "group"), (128, 2, "token")):
-        stored = QuantizedExperts(3)
+        stored = QuantizedExperts(3, nn.SiLU())
         for number, (part, outs, ins) in itertools.product(
             range(3), (("gate", inner, 256), ("up", inner, 256), ("down", 256, inner))
         ):

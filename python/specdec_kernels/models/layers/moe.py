@@ -17,7 +17,7 @@ from torch.nn import functional
 from ...ops import Routing, moe_grouped_gemm, moe_route, silu_and_mul
 from .fp8 import FP8, GROUP, fake_quantize, quantize_activations
 from .linear import Linear
-from .mlp import FeedForward, GatedMLP
+from .mlp import Activation, FeedForward, GatedMLP, activation_of
 from .outputs import ExpertOutputs, LayerOutput
 from .quantized import Fp8Weight, dequantize_weight
 
@@ -36,6 +36,18 @@ def routing_of(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
     ids = torch.arange(num_experts, device=experts.device)
     ends = torch.searchsorted(flat, ids, right=True, out_int32=True)
     return Routing(experts, weights.contiguous(), order, ends)
+
+
+def gated(activation: Activation) -> Callable[[Tensor], Tensor]:
+    """Return the function of columns [gate, up] that computes activation(gate) * up, fused for SiLU."""
+    if activation_of(activation) is None:
+        return silu_and_mul
+
+    def act(wide: Tensor) -> Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return act
 
 
 class Router(Protocol):
@@ -276,11 +288,15 @@ class QuantizedExperts(nn.Module):
     """Replaces the experts' module of a transformers model, for our layers and for its own forward pass.
 
     Elements and scales are buffers, so that no cast of the module reaches them.
+
+    Args:
+        num_experts: the number of experts.
+        act_fn: the activation of their gates.
     """
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, act_fn: Activation) -> None:
         super().__init__()
-        self.num_experts = num_experts
+        self.num_experts, self.act_fn = num_experts, act_fn
         self.activations: str | None = None
 
     def store(self, expert: int, part: str, weight: Fp8Weight) -> None:
@@ -319,6 +335,7 @@ class QuantizedExperts(nn.Module):
         return Fp8Experts(
             gate_up,
             down,
+            act=gated(self.act_fn),
             activations=self.activations,
             gate_up_scales=buffers["gate_up_scales"],
             down_scales=buffers["down_scales"],

@@ -197,7 +197,9 @@ def put(expert: Expert, weight: QuantizedWeight, kept: dict[str, QuantizedExpert
         ValueError: activations are quantized in a way that experts do not support, or not alike for all experts.
     """
     activations = weight.activations if isinstance(weight, Fp8Weight) else "none"
-    others = None if kept is None else kept.setdefault(expert.path, QuantizedExperts(experts_in(expert.module)))
+    module, others = expert.module, None
+    if kept is not None:
+        others = kept.setdefault(expert.path, QuantizedExperts(experts_in(module), module.act_fn))
     known = ("none",) if others is None else ("none", "token", "group")
     if activations not in known or (others is not None and others.activations not in (None, activations)):
         raise ValueError(f"{what} whose activations are rounded ({activations}), expected those of all experts alike")
