@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from specdec_kernels.engine import Engine, SamplingParams
 from specdec_kernels.engine import startup as opening
 from specdec_kernels.engine.device.prefill_graphs import captured_shapes
+from specdec_kernels.models.backends.attention_hook import hook_rotations, running_hook, use_hook
 from specdec_kernels.models.backends.select import open_language_model
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from support.tiny_random_models import NATIVE, tiny_model
 
 
-def test_states_and_features_are_those_of_the_native_way() -> None:
+class CountingHook:
+    """A hook that counts the rotations of a module with its own attention."""
+
+    def __init__(self) -> None:
+        self.rotations = 0
+
+    def rotate(
+        self, own: Callable[..., Any], q: Tensor, k: Tensor, *arguments: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.rotations += 1
+        rotated: tuple[Tensor, Tensor] = own(q, k, *arguments, **named)
+        return rotated
+
+    def attend(self, *_: Any) -> Tensor:
+        raise AssertionError("the module attends by itself")
+
+    def mask(self, *_: Any) -> Tensor:
+        raise AssertionError("the module makes its own masks")
+
+
+def test_states_and_features_are_those_of_the_native_backend() -> None:
     model = tiny_model("llama", **NATIVE)
     tokens = torch.randint(5, 150, (1, 17), dtype=torch.int32)
     positions = torch.arange(17, dtype=torch.int32)[None]
@@ -39,9 +64,31 @@ def test_states_and_features_are_those_of_the_native_way() -> None:
             hidden, features = lm.forward(tokens, positions, rows)
             assert features is not None
             states.append((hidden, features, lm.logits(hidden)))
-    for native, general in zip(*states, strict=True):
-        assert native.shape == general.shape
-        torch.testing.assert_close(general, native, rtol=1e-4, atol=1e-4)
+    for native, fallback in zip(*states, strict=True):
+        assert native.shape == fallback.shape
+        torch.testing.assert_close(fallback, native, rtol=1e-4, atol=1e-4)
+
+
+def test_rotations_in_threads_reach_the_hook_of_their_own_thread_and_plain_calls_none() -> None:
+    model = tiny_model("llama", **NATIVE)
+    tokens = torch.arange(5, 14)[None]
+    with torch.inference_mode():
+        want = model(tokens).logits
+    hook_rotations(model)
+    hook_rotations(model)  # wraps once
+    start = Barrier(5)
+
+    def run(hook: CountingHook | None) -> bool:
+        start.wait(timeout=60)
+        with torch.inference_mode(), nullcontext() if hook is None else use_hook(hook):
+            return all(torch.equal(model(tokens).logits, want) for _ in range(20))
+
+    hooks = [CountingHook() for _ in range(4)]
+    with ThreadPoolExecutor(5) as threads:
+        assert all(threads.map(run, [*hooks, None]))
+    assert [hook.rotations for hook in hooks] == [20 * model.config.num_hidden_layers] * 4
+    with pytest.raises(RuntimeError, match="is called outside of a pass of the engine"):
+        running_hook()
 
 
 def test_an_unknown_implementation_is_refused() -> None:
