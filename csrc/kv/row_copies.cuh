@@ -30,7 +30,7 @@ struct RowCopies {
   }
 };
 
-// How the columns of all layers are divided among blockIdx.y and threads.
+// Division of the columns of all layers among blockIdx.y and threads.
 struct Columns {
   cutlass::FastDivmod units_per_layer, units_per_head;
   int count, per_block;

@@ -19,7 +19,7 @@ constexpr int kWarps = 4;          // per block, one row each
 constexpr int64_t kBlocks = 8192;  // approximate maximum grid size; blocks stride over more rows
 constexpr int kUnits = 4;          // of K and of V that a lane holds
 
-// How a unit is converted: copied, or quantized to FP8.
+// Conversions of a unit: a copy, or quantization to FP8.
 template <class Unit>
 struct Copy {
   using From = Unit;

@@ -15,7 +15,7 @@ namespace specdec::python {
 
 namespace py = pybind11;
 
-// What a type is called: in messages, and in signatures (_C.pyi).
+// Names of a type in messages and in signatures (_C.pyi).
 struct TypeNames {
   const char* message;
   const char* stub;

@@ -24,7 +24,7 @@ struct AdmittedRequest {
   Entries cached_entries;  // entries of its first pages, whose rows the prefix cache has
 };
 
-// How far the device has come since the rings were made.
+// Records that the device has processed since the rings were created.
 struct Progress {
   int64_t num_applied;    // command records
   int64_t num_published;  // rounds

@@ -23,7 +23,7 @@ struct Tile {
   // Two float32 tiles of 256 x 64 would not fit on devices with 100 KB of shared memory.
   static constexpr int kTokens = sizeof(Kv) * D >= 1024 ? 32 : 64;
   static constexpr int kVector = 16 / sizeof(Kv);  // elements of a 16-byte access
-  // Of a token: padded, so that lanes on adjacent tokens hit different banks.
+  // Elements from one token to the next, padded so that lanes on adjacent tokens hit different banks.
   static constexpr int kStride = D + kVector;
   static constexpr int kColumns = D / kWarp;  // columns of the output that a lane owns
 

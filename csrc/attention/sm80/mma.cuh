@@ -84,7 +84,7 @@ class MmaAttention {
   static constexpr int kWarpsPerRows = kWarps * 16 / kRows;  // warps that share the same 16 rows
   static constexpr int kTokens = tile_tokens_of(Kernel::kMma, D, kRows, kFp8);
   static constexpr int kMyTokens = kTokens / kWarpsPerRows;  // tokens of a tile that one warp has
-  // How many of them it takes at a time.
+  // Tokens that a warp multiplies at a time.
   static constexpr int kStep = kMyTokens < Operands::kStep ? kMyTokens : Operands::kStep;
   using Ring = KvRing<kTokens, kFp8 ? D : 2 * D, kStages, kWarps, 2>;
   static constexpr int kThreads = (kWarps + Ring::kProducers) * kWarp;

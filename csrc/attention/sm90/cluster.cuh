@@ -55,7 +55,7 @@ class ClusterAttention {
       Cluster::fence_barrier_init();
     }
   };
-  // Of an SM's 228 KB, the system reserves 1 KB per block.
+  // The system reserves 1 KB of an SM's 228 KB for each block.
   static_assert(sizeof(Shared) <= (228 / kBlocksPerSm - 1) * 1024);
 
   __device__ ClusterAttention(Shared& shared, const TreeAttentionParams& p, const DevicePlan& plan)

@@ -78,7 +78,7 @@ class ClusterWgmma {
       for (int d = 0; d < D / 8; d += 2) {
         float a[2] = {rows.out[d][2 * h], rows.out[d][2 * h + 1]};
         float b[2] = {rows.out[d + 1][2 * h], rows.out[d + 1][2 * h + 1]};
-        // Of two adjacent lanes, the even one gets the four columns of d, the odd one those of d + 1.
+        // Swap with the adjacent lane: the even lane gets the four columns of d, the odd lane those of d + 1.
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float other = __shfl_xor_sync(kFullMask, lane & 1 ? a[e] : b[e], 1);

@@ -527,7 +527,7 @@ CUtensorMap gated_scales_map(const SmallMGemmParams& p, int box_rows, int scales
                        {size(p.out * 4), size(row * 4)}, {part(box_rows / 2), 2, part(scales)});
 }
 
-// How the weight is divided among blocks, stages and slices.
+// Division of the weight among blocks, stages and slices.
 struct Tiling {
   int split, clusters, tile_rows, tiles_per_stage, groups, depth, stages, stage_bytes, max_stages_in_flight, bytes;
 
