@@ -947,7 +947,7 @@ def test_shutdown_timeout_aborts_requests(server: Running) -> None:
         (["--port", "70000"], "--port is 70000, expected 0 to 65535"),
         (["--mem-fraction-static", "0.5"], "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
         (["--speculative-algorithm", "EAGLE3", "--model-path", "m"], "--speculative-draft-model-path is missing, expected a folder or hub id for EAGLE3"),
-        (["--host", "256.0.0.1"], "--host is 256.0.0.1 and --port 0, expected an address to listen on ([Errno -2] Name or service not known)"),
+        (["--host", "192.0.2.1"], "--host is 192.0.2.1 and --port 0, expected an address to listen on ([Errno 99] Cannot assign requested address)"),
         (["--context-length", "1"], "Engine: max_len is 1, expected at least 2"),
     ],
 )  # fmt: skip
