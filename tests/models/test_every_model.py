@@ -32,17 +32,21 @@ ERROR = 1e-3  # of a log-probability, relative to the spread of the logits
 
 HEAD = """# Models
 
-Every model type that transformers {version} makes a causal language model of, and those for images and text whose text part
-our layers run, which are given text alone: each tried as a tiny random checkpoint in float32. What opens gives the text
-of transformers' own `generate`: plain, with trees of the n-gram index, and with two standalone drafts of its own type, the
-model itself and one of other weights. *Native*: our layers run it. *Transformers*: its own modules run it, with our paged
-tree attention registered in transformers' attention interface. `Engine(implementation="auto")` takes the first where there is
-one. `PYTHONPATH=tests python tests/models/test_every_model.py` writes this page from all four runs of each type. The default
-test run repeats the one that drafts with the model itself; `pytest -m exhaustive` repeats all four.
+All model types that transformers {version} loads as a causal language model, and the multimodal types whose text decoder
+our layers run (with text prompts only). Each was tested with a tiny random checkpoint in float32. A type works if its
+greedy text equals that of transformers' `generate` in four runs: without drafts, with trees of the n-gram index, and with
+two `Standalone` drafts of the same type, the model itself and one with other weights.
 
-{works} types work; the others are refused before the first token, for the reason given.
+- *native*: our layers run it.
+- *transformers*: transformers' own modules run it, with our paged tree attention registered in the attention interface.
 
-| model type | native | transformers | why not |
+`Engine(implementation="auto")` chooses native where there is one. {works} types work; the others raise an error before the
+first token, with the reason given.
+
+`PYTHONPATH=tests python tests/models/test_every_model.py` writes this page from all four runs. The default test run repeats
+the one that drafts with the model itself; `pytest -m exhaustive` repeats all four.
+
+| model type | native | transformers | reason |
 |---|---|---|---|
 """
 
@@ -140,7 +144,7 @@ def row_of(model_type: str, chosen: Collection[str] = DRAFTS) -> str:
 
 
 def version_of_page() -> str:
-    match = re.search(r"transformers ([\d.]+) makes", PAGE.read_text())
+    match = re.search(r"transformers ([\d.]+) loads", PAGE.read_text())
     assert match is not None
     return match[1]
 
