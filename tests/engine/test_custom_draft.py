@@ -33,7 +33,7 @@ from specdec_kernels.engine import (
 )
 from specdec_kernels.engine.drafts import DraftContext
 from specdec_kernels.engine.drafts.composition import having, leaves, restore_slot, save_slot, walk
-from specdec_kernels.engine.drafts.proposal import scored_tree_of
+from specdec_kernels.engine.drafts.proposal import DrawnFrom, scored_tree_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.recording_heads import DepthDraft
@@ -336,6 +336,39 @@ def test_candidates_that_are_no_tree_end_their_requests() -> None:
 
     with pytest.raises(RuntimeError, match=r"prompts\[0\] ended with BAD_TREE"):
         make_engine(Wrong()).generate([prompts()[6]], SamplingParams(NEW_TOKENS))
+
+
+def returned_value(value: Any) -> Draft:
+    class Returns(Bigrams):  # type: ignore[misc, valid-type]
+        def propose(self, slots: Tensor, budget: DraftBudget) -> Any:
+            return value(self, slots, budget)
+
+    return Returns()
+
+
+def drawn(draft: Draft, slots: Tensor, budget: DraftBudget) -> Proposal:
+    zeros = torch.zeros(len(slots), 1, dtype=torch.int32)
+    return Bigrams.propose(draft, slots, budget)._replace(drawn_from=DrawnFrom(zeros.float()[..., None], zeros, None))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda *_: None, "Returns.propose returned a NoneType, expected a Proposal"),
+        (lambda *_: [1], "Returns.propose returned a list, expected a Proposal"),
+        (lambda *a: Bigrams.propose(*a).drafts, "Returns.propose returned a Candidates, expected a Proposal"),
+        (lambda *_: Proposal(None),
+         "Returns.propose returned drafts of type NoneType, expected Candidates or a ScoredTree"),
+        (drawn, "Returns.propose returned drawn_from, expected None of a draft whose `sampled` is False"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("in_union", [False, True])
+def test_proposals_of_other_kinds_are_refused_by_name(value: Any, message: str, in_union: bool) -> None:
+    draft = returned_value(value)
+    engine = make_engine(Union(draft, Ngram(), num_nodes=8) if in_union else draft, adaptive=False)
+    with pytest.raises((TypeError, ValueError)) as error:
+        engine.generate([prompts()[6]], SamplingParams(NEW_TOKENS))
+    assert str(error.value) == message
 
 
 # --- options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -17,9 +18,19 @@ def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) 
     """Return the pages that fit into `mem_fraction` of the GPU's memory next to what is there and a largest prefill.
 
     The prefill runs on slots without requests, which it leaves as they were. The present pools count as free memory.
+
+    It runs in a thread of its own. cuBLAS has a workspace for each handle and stream (32 MiB on Hopper), and torch
+    gives the handle of a thread that has ended to the next one that needs one: the scheduler's.
     """
     state, device = executor.state, executor.state.seq_lens.device
-    largest_prefill(executor, prefill_chunk)
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> None:
+        with torch.cuda.device(device), torch.cuda.stream(stream), torch.inference_mode():
+            largest_prefill(executor, prefill_chunk)
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run).result()
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     pools = executor.target.pools, *pools_of(executor.draft)

@@ -28,7 +28,7 @@ from ...ops import (
 )
 from ..drafts import Committed, Draft, DraftBudget, DrawnFrom, Needs, Proposal, ScoredTree
 from ..drafts.composition import catch_up
-from ..drafts.proposal import scored_tree_of
+from ..drafts.proposal import propose, scored_tree_of
 from .grammar_masks import TreeMasks
 from .rings import Rings
 from .state import EngineState
@@ -187,7 +187,7 @@ class Round:
 
         most = self.most_nodes(len(slots), num_rows)
         num_rows = len(slots) if is_first else num_rows
-        proposal = draft.propose(slots, DraftBudget(most, max_kv_len))
+        proposal = propose(draft, slots, DraftBudget(most, max_kv_len))
         tree, scores = scored_tree_of(proposal.drafts, slots, most, state)
         # In a batch-invariant round no request's number of nodes, nor the place of its rows, depends on others.
         equal = is_first or state.fixed_split is not None

@@ -63,6 +63,31 @@ def no_candidates(slots: Tensor) -> Candidates:
     return Candidates(empty, empty, empty.to(torch.float32))
 
 
+def propose(draft: Any, slots: Tensor, budget: Any) -> Proposal:
+    """Return what a draft proposes.
+
+    Args:
+        draft: a `Draft`.
+        slots: [B] int32.
+        budget: a `DraftBudget`.
+
+    Raises:
+        TypeError: its `propose` returns something else than a `Proposal` of candidates or trees.
+        ValueError: drawn candidates of a draft that is not `sampled`. Its trees would be cut by the scores of drawn
+            tokens, which biases the text.
+    """
+    proposal: Any = draft.propose(slots, budget)
+    method = f"{type(draft).__name__}.propose"
+    if not isinstance(proposal, Proposal):
+        raise TypeError(f"{method} returned a {type(proposal).__name__}, expected a Proposal")
+    if not isinstance(proposal.drafts, Candidates | ScoredTree):
+        kind = type(proposal.drafts).__name__
+        raise TypeError(f"{method} returned drafts of type {kind}, expected Candidates or a ScoredTree")
+    if proposal.drawn_from is not None and not draft.sampled:
+        raise ValueError(f"{method} returned drawn_from, expected None of a draft whose `sampled` is False")
+    return proposal
+
+
 def scored_tree_of(drafts: Candidates | ScoredTree, slots: Tensor, num_nodes: int, state: DraftState) -> ScoredTree:
     """Return the trees of `num_nodes` nodes below the roots of slots [B], with the scores of their nodes."""
     if isinstance(drafts, ScoredTree):

@@ -12,7 +12,7 @@ from ...ops import merge_trees
 from .base import Draft, DraftBudget
 from .context import DraftContext, PrefillRows
 from .needs import Needs
-from .proposal import Committed, Proposal, ScoredTree, no_candidates, scored_tree_of
+from .proposal import Committed, Proposal, ScoredTree, no_candidates, propose, scored_tree_of
 
 
 @dataclass
@@ -78,11 +78,13 @@ class Union(Draft):
     def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
         num_nodes = budget.num_nodes
         if num_nodes == 1:
-            return Proposal(no_candidates(slots), note=([draft.propose(slots, budget) for draft in self.members], None))
+            return Proposal(
+                no_candidates(slots), note=([propose(draft, slots, budget) for draft in self.members], None)
+            )
         # A node that both drafted may rank before others of its own tree, so all nodes of both are merged; only drafts
         # for which a level is a pass of a model draft no more levels than the tree may have.
         proposals = [
-            draft.propose(slots, budget._replace(num_nodes=min(most, num_nodes) if has_levels else most))
+            propose(draft, slots, budget._replace(num_nodes=min(most, num_nodes) if has_levels else most))
             for draft, most, has_levels in zip(self.members, self._most_nodes, self._has_levels, strict=True)
         ]
         trees = [
