@@ -158,9 +158,18 @@ def test_log_probabilities_are_of_the_logits_with_penalties(name: str, device: t
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"presence_penalty": float("nan")}, "SamplingParams: presence_penalty is nan, expected a finite number"),
-        ({"frequency_penalty": float("inf")}, "SamplingParams: frequency_penalty is inf, expected a finite number"),
-        ({"repetition_penalty": 0}, "SamplingParams: repetition_penalty is 0, expected a finite number above 0"),
+        (
+            {"presence_penalty": float("nan")},
+            "SamplingParams: presence_penalty is nan, expected a finite number of 32 bits",
+        ),
+        (
+            {"frequency_penalty": float("inf")},
+            "SamplingParams: frequency_penalty is inf, expected a finite number of 32 bits",
+        ),
+        (
+            {"repetition_penalty": 0},
+            "SamplingParams: repetition_penalty is 0, expected a finite number of 32 bits above 0",
+        ),
         ({"logit_bias": {3: float("inf")}}, "SamplingParams: logit_bias[3] is inf, expected a finite number or -inf"),
         ({"logit_bias": {"3": 1}}, "SamplingParams: logit_bias has a str, expected token ids"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from ..models.language_model import LanguageModel
@@ -47,10 +48,24 @@ class InputProcessor:
             ValueError, TypeError: a prompt that is empty, not below `max_len`, or holds an id that is no text token of
                 the model; text without a tokenizer.
         """
+        self._check_lengths(prompts, names)
         each = tokens_of_each(prompts, names, self.tokenizer, self.no_tokenizer, add_special_tokens)
         for tokens, name in zip(each, names, strict=True):
             self._check_tokens(tokens, name, self._placeholders)
         return each
+
+    def _check_lengths(self, texts: Sequence[Any], names: Sequence[str]) -> None:
+        """Refuse a text that cannot fit, before it is tokenized: megabytes take seconds and gigabytes."""
+        limit = self._config.max_len * self._longest_token
+        for text, name in zip(texts, names, strict=True):
+            if isinstance(text, str) and len(text) > limit:
+                raise ValueError(f"{name} has {len(text)} characters, expected at most {limit} (max_len tokens)")
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Return an upper bound of the characters of a token: what normalization removes is counted generously."""
+        vocab = self.tokenizer.get_vocab() if self.tokenizer is not None else ()
+        return max(256, *map(len, vocab)) if vocab else 256
 
     def tokenize_all(
         self, op: str, prompts: Any, params: Any, add_special_tokens: bool
@@ -62,6 +77,8 @@ class InputProcessor:
 
     def tokenize_chat(self, conversation: Any, template: dict[str, Any]) -> list[int]:
         """Return the token ids of a conversation by the tokenizer's chat template, up to where the answer begins."""
+        texts = [message.get("content") for message in conversation]
+        self._check_lengths(["".join(text for text in texts if isinstance(text, str))], ["messages"])
         return chat_tokens(conversation, self.tokenizer, self.no_tokenizer, template)
 
     def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
@@ -128,6 +145,7 @@ class InputProcessor:
         if not self._draft.takes_predictions:
             raise ValueError("SamplingParams: prediction is given, expected none without Ngram in Engine(draft=)")
         name = "SamplingParams: prediction"
+        self._check_lengths([params.prediction], [name])
         (tokens,) = tokens_of_each([params.prediction], [name], self.tokenizer, self.no_tokenizer, False)
         if tokens:
             self._check_tokens(tokens, name, {})

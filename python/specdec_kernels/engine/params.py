@@ -7,6 +7,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
 CONSTRAINTS = ("json_schema", "regex", "grammar")
+INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "n", "priority", "ngram_group")
+SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, 3.4028234663852886e38  # of float32, normal ones
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,12 @@ class SamplingParams:
             if not good:
                 raise ValueError(f"SamplingParams: {name} is {getattr(self, name)}, expected {what}")
 
+        for name in INTEGERS:
+            value = getattr(self, name)
+            good = isinstance(value, Integral) and not isinstance(value, bool)
+            expect(name, good or (name == "seed" and value is None), "an integer")
         expect("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
+        expect("max_new_tokens", self.max_new_tokens < 2**31, "at most 2147483647")
         expect("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
         expect("stop", all(self.stop_strings), "strings that are not empty")
         good = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
@@ -114,8 +122,13 @@ class SamplingParams:
         expect("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "64 bits with a sign, or None")
         expect("n", 1 <= self.n <= MAX_SAMPLES, f"1 to {MAX_SAMPLES}")
         for name in ("presence_penalty", "frequency_penalty"):
-            expect(name, math.isfinite(getattr(self, name)), "a finite number")
-        expect("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number above 0")
+            good = -LARGEST_FLOAT <= getattr(self, name) <= LARGEST_FLOAT
+            expect(name, good, "a finite number of 32 bits")
+        good = SMALLEST_FLOAT <= self.repetition_penalty <= LARGEST_FLOAT
+        expect("repetition_penalty", good, "a finite number of 32 bits above 0")
+        for token in self.stop_token_ids or ():
+            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= int(token) < 2**31:
+                raise ValueError(f"SamplingParams: stop_token_ids has {token!r}, expected 0 to 2147483647")
         for token, bias in (self.logit_bias or {}).items():
             if isinstance(token, bool) or not isinstance(token, int):
                 raise TypeError(f"SamplingParams: logit_bias has a {type(token).__name__}, expected token ids")
@@ -128,8 +141,9 @@ class SamplingParams:
         expect("priority", -(2**31) <= self.priority < 2**31, "-2147483648 to 2147483647")
         expect("timeout", self.timeout is None or 0 < self.timeout < math.inf, "seconds above 0, or None")
         allowed = "'on', 'off' or a number of nodes from 1 on"
-        good = self.speculation in ("on", "off") or (isinstance(self.speculation, int) and self.speculation >= 1)
-        expect("speculation", good and self.speculation is not True, allowed)
+        nodes = self.speculation
+        good = nodes in ("on", "off") or (isinstance(nodes, Integral) and nodes is not True and 1 <= int(nodes) < 2**31)
+        expect("speculation", good, allowed)
         expect("ngram_group", 0 <= self.ngram_group < 2**31, "0 to 2147483647")
 
     @classmethod

@@ -29,11 +29,12 @@ from .protocol import (
     read_completion,
     read_conversation,
     read_prompts,
+    unexpected,
     validate,
 )
 from .responses import ResponseBuilder, event
 from .text import token_texts
-from .tool_calls import PARSERS, OneCall, ToolParser, parser_for
+from .tool_calls import PARSERS, FirstCall, OneCall, ToolParser, parser_for
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
@@ -70,7 +71,8 @@ class Server:
 
     async def _generate(self, request: Request, read: Reader, *, is_chat: bool) -> Response:
         arrival = time.perf_counter()
-        parsed = read(await self._body(request), self.settings, self.engine)
+        # In a thread: the texts of a prediction or of stop strings are tokenized.
+        parsed = await asyncio.to_thread(read, await self._body(request), self.settings, self.engine)
         token_lists = await asyncio.to_thread(parsed.tokenize, self.engine)
         try:
             await self.tasks.compile_grammars([parsed.params])
@@ -78,7 +80,11 @@ class Server:
             raise parsed.refused(error) from error
         requests = self._submit(parsed, token_lists, arrival)
         format = OneCall if parsed.must_call else self._parser
-        parser: Callable[[], ToolParser] | None = (lambda: format(parsed.tools)) if parsed.tools else None
+
+        def new_parser() -> ToolParser:
+            parser = format(parsed.tools)
+            return parser if parsed.parallel_calls else FirstCall(parser)
+
         builder = ResponseBuilder(
             parsed,
             requests,
@@ -86,7 +92,7 @@ class Server:
             model=self.settings.model_name,
             tokenizer=self._backend,
             token_text=self._token_text,
-            parser=parser,
+            parser=new_parser if parsed.tools else None,
             on_first=lambda: self.metrics.first_token.observe(time.perf_counter() - arrival),
         )
         if parsed.stream:
@@ -131,6 +137,8 @@ class Server:
         else:
             tokenize = read_prompts(validate(PromptBody, body, self.settings))
             token_lists = await asyncio.to_thread(tokenize, self.engine)
+            if len(token_lists) > 1:
+                raise unexpected("prompt", body["prompt"], "one prompt")
         tokens = token_lists[0]
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.config.max_len})
 
@@ -140,7 +148,7 @@ class Server:
         for token in tokens:
             if not 0 <= token < vocab_size:
                 raise RequestError(f"tokens has {token}, expected 0 to {vocab_size - 1}", "tokens")
-        return JSONResponse({"prompt": self.engine.tokenizer.decode(tokens)})
+        return JSONResponse({"prompt": await asyncio.to_thread(self.engine.tokenizer.decode, tokens)})
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)

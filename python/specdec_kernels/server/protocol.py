@@ -26,6 +26,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..engine import Engine, SamplingParams
 from ..engine.params import MAX_LOGPROBS
+from ..engine.text.prompts import TOKENIZER_ARGUMENTS
+from . import strict_json
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,9 @@ def shown(value: Any) -> str:
 
 
 def parse_body(body: bytes) -> Object:
-    """Parse a JSON object; RequestError if it is none, or if a string is no valid Unicode."""
+    """Parse a JSON object; RequestError if it is none, if a string is no valid Unicode or a number is too large."""
     try:
-        values = json.loads(body, parse_constant=refuse_constant)
+        values = strict_json.loads(body, parse_int)
         if b"\\u" in body:
             json.dumps(values, ensure_ascii=False).encode()  # raises for half a surrogate pair
     except (ValueError, RecursionError) as error:
@@ -111,8 +113,11 @@ def parse_body(body: bytes) -> Object:
     return values
 
 
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+def parse_int(digits: str) -> int:
+    """Parse an integer of a body. None means more than 64 bits, and Python's own limit is 4300 digits."""
+    if len(digits) > 20 or not -(1 << 63) <= int(digits) < 1 << 64:
+        raise ValueError(f"the integer {digits[:40]} has more than 64 bits")
+    return int(digits)
 
 
 # --- models of bodies
@@ -169,8 +174,8 @@ def read_call(call: Any) -> Object:
         raise PydanticCustomError("call", "a function with its name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(ValueError):
-            arguments = json.loads(arguments or "{}")
+        with suppress(ValueError, RecursionError):
+            arguments = strict_json.loads(arguments or "{}")
     if not isinstance(arguments, dict):
         raise PydanticCustomError("arguments", "arguments that are an object as JSON")
     return {**call, "function": function | {"arguments": arguments}}
@@ -284,15 +289,18 @@ class Generation(Sampling):
     stream: StrictBool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat | None = None
-    # Ignored:
+    # Ignored: they change nothing about the text.
     user: Any = None
     metadata: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    store: Any = None
+    service_tier: Any = None
     # Accepted with values that have no effect:
-    parallel_tool_calls: Annotated[Literal[True], Unsupported] | None = None
-    store: Annotated[Literal[False], Unsupported] | None = None
-    service_tier: Annotated[Literal["auto", "default"], Unsupported] | None = None
+    detokenize: Annotated[Literal[True], Unsupported] | None = None
+    length_penalty: Annotated[Literal[1], Unsupported] | None = None
+    skip_special_tokens: Annotated[Literal[True], Unsupported] | None = None
+    spaces_between_special_tokens: Annotated[Literal[True], Unsupported] | None = None
     modalities: Annotated[list[Literal["text"]], Len(1, 1), Unsupported] | None = None
     echo: Annotated[Literal[False], Unsupported] | None = None
     best_of: Annotated[Literal[1], Unsupported] | None = None
@@ -310,6 +318,11 @@ class ConversationBody(RequestBody):
     tools: list[Annotated[Function, Expected(FUNCTION)]] = []
     tool_choice: ToolChoice = "auto"
     chat_template_kwargs: Object = {}
+    # Accepted with values that have no effect:
+    add_generation_prompt: Annotated[Literal[True], Unsupported] | None = None
+    documents: Annotated[list[Any], Len(0, 0), Unsupported] | None = None
+    function_call: Annotated[Literal["none"], Unsupported] | None = None
+    functions: Annotated[list[Any], Len(0, 0), Unsupported] | None = None
 
 
 class PromptBody(RequestBody):
@@ -327,6 +340,7 @@ class ChatBody(ConversationBody, Generation):
     """The body of `/v1/chat/completions`."""
 
     max_completion_tokens: StrictInt | None = None
+    parallel_tool_calls: StrictBool = True
     logprobs: StrictBool = False
     top_logprobs: NumTop | None = None
     prediction: Prediction | None = None
@@ -371,6 +385,7 @@ class ParsedRequest:
         num_top: alternatives to each token; -1: no log-probabilities.
         tools: names of tools that may be called.
         must_call: the text is a call of one of them, as JSON.
+        parallel_calls: the text may have several calls.
     """
 
     tokenize: Callable[[Engine], list[list[int]]]
@@ -381,6 +396,7 @@ class ParsedRequest:
     num_top: int = -1
     tools: Sequence[str] = ()
     must_call: bool = False
+    parallel_calls: bool = True
 
     def refused(self, error: ValueError) -> RequestError:
         """Convert the engine's error about the parameters, with the names of the body's fields."""
@@ -397,9 +413,16 @@ def read_chat(values: Object, settings: Settings, engine: Engine) -> ParsedReque
     if body.stream_options.include_rounds and conversation.tools:
         raise unexpected("stream_options.include_rounds", True, "false with tools")
     params, names = read_sampling(body, settings, engine, num_top, conversation)
-    tools, must_call = conversation.tools, conversation.must_call
     return ParsedRequest(
-        conversation.tokenize, params, names, body.stream, body.stream_options, num_top, tools, must_call
+        conversation.tokenize,
+        params,
+        names,
+        body.stream,
+        body.stream_options,
+        num_top,
+        conversation.tools,
+        conversation.must_call,
+        body.parallel_tool_calls,
     )
 
 
@@ -427,7 +450,7 @@ def read_sampling(
     values |= {"n": body.n, "logprobs": None if num_top < 0 else num_top}
     max_len = engine.config.max_len
     budget = max_len if isinstance(body, ChatBody) else 16
-    for name in ("max_completion_tokens", "max_tokens"):
+    for name in ("max_tokens", "max_completion_tokens"):  # the second counts if both are given
         if name in body.model_fields_set:
             budget, names["max_new_tokens"] = getattr(body, name), name
     values["max_new_tokens"] = min(budget, max_len)
@@ -444,7 +467,8 @@ def read_sampling(
         if schema is not None:
             raise RequestError("response_format is given, expected none with a forced tool_choice", "response_format")
         values["json_schema"], names["json_schema"] = schema_of_calls(conversation.options["tools"]), "tool_choice"
-    if isinstance(body, ChatBody) and body.prediction is not None:
+    # A prediction is a hint, which an engine whose draft does not read it ignores.
+    if isinstance(body, ChatBody) and body.prediction is not None and engine.draft.takes_predictions:
         values["prediction"] = "".join(part.text for part in body.prediction.content)
     try:
         params = SamplingParams(**values)
@@ -465,7 +489,8 @@ def with_field_names(error: ValueError, names: dict[str, str]) -> RequestError:
 
 def read_bias(bias: Object) -> dict[int, float]:
     for token, value in bias.items():
-        if not token.isdecimal() or isinstance(value, bool) or not isinstance(value, int | float):
+        is_token = token.isdecimal() and len(token) <= 10
+        if not is_token or isinstance(value, bool) or not isinstance(value, int | float):
             expected = "token ids with a number each"
             raise RequestError(f"logit_bias has {shown(token)}: {shown(value)}, expected {expected}", "logit_bias")
     return {int(token): float(value) for token, value in bias.items()}
@@ -536,8 +561,8 @@ def read_conversation(body: ConversationBody, settings: Settings) -> Conversatio
             raise unexpected("tool_choice", choice, f"one of tools, which are {shown(names)}")
         tools = [tool for tool in tools if wanted in (None, tool["function"]["name"])]
     options = dict(body.chat_template_kwargs)
-    for reserved in ("chat_template", "tools", "tokenize", "return_dict", "conversation"):
-        if reserved in options:
+    for reserved in options:
+        if reserved in ("chat_template", "tools") or reserved in TOKENIZER_ARGUMENTS:
             raise unexpected(f"chat_template_kwargs.{reserved}", options[reserved], "none")
     if settings.chat_template is not None:
         options["chat_template"] = settings.chat_template

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from . import strict_json
+
 
 class ToolCall(dict[str, Any]):
     """A tool call in OpenAI's form."""
@@ -134,6 +136,28 @@ class OneCall:
         return [self._text if call is None else call] if self._text else []
 
 
+class FirstCall:
+    """The text of another parser up to its first call, and that call (`parallel_tool_calls: false`)."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser = parser
+        self._has_call = False
+
+    def push(self, text: str) -> list[str | ToolCall]:
+        return self._up_to_call(self._parser.push(text))
+
+    def finish(self) -> list[str | ToolCall]:
+        return self._up_to_call(self._parser.finish())
+
+    def _up_to_call(self, found: list[str | ToolCall]) -> list[str | ToolCall]:
+        kept: list[str | ToolCall] = []
+        for item in found:
+            if not self._has_call:
+                kept.append(item)
+                self._has_call = isinstance(item, ToolCall)
+        return kept
+
+
 PARSERS: dict[str, type[Hermes] | type[Llama3]] = {"hermes": Hermes, "llama3": Llama3}
 
 
@@ -152,7 +176,7 @@ def held_back(text: str, tag: str) -> int:
 def parsed(text: str) -> Any:
     """Parse JSON; None if it is invalid."""
     try:
-        return json.loads(text)
+        return strict_json.loads(text)
     except (ValueError, RecursionError):
         return None
 
@@ -166,4 +190,4 @@ def call_of(value: Any, names: Sequence[str]) -> ToolCall | None:
         arguments = parsed(arguments)
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(value["name"], strict_json.dumps(arguments))

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+# Arguments of `apply_chat_template` that a caller may give; what is no argument of it is a variable of the template.
+TEMPLATE_ARGUMENTS = frozenset(
+    {"tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
+)
+# Those of the tokenizer: padding alone may ask for any amount of memory, and truncation changes the prompt.
+TOKENIZER_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
+    "self", *TEMPLATE_ARGUMENTS,
+}  # fmt: skip
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece*")
 
 
@@ -104,8 +113,13 @@ def conversations(messages: Any) -> tuple[list[Any], bool]:
 def chat_tokens(conversation: Any, tokenizer: Any, no_tokenizer: str, options: dict[str, Any]) -> list[int]:
     """Return the token ids of a conversation by the tokenizer's chat template, up to where the answer begins.
 
-    `options` go to `apply_chat_template`: tools, another chat_template, variables of the template.
+    `options` go to `apply_chat_template`: TEMPLATE_ARGUMENTS, and variables of the template.
+
+    Raises:
+        ValueError: an argument of the tokenizer; no tokenizer or no template.
     """
+    if given := sorted(TOKENIZER_ARGUMENTS & options.keys()):
+        raise ValueError(f"chat: {given[0]} is given, expected variables of the chat template")
     if tokenizer is None:
         raise ValueError(f"chat: messages need a chat template, expected a tokenizer with one ({no_tokenizer})")
     if options.get("chat_template") is None and not getattr(tokenizer, "chat_template", None):
