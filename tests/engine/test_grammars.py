@@ -12,9 +12,23 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from specdec_kernels import FinishReason
-from specdec_kernels.engine import AsyncEngine, Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
+from specdec_kernels.engine import (
+    AsyncEngine,
+    Draft,
+    Eagle3,
+    Engine,
+    GenerationError,
+    Ngram,
+    SamplingParams,
+    Standalone,
+    Union,
+)
 from specdec_kernels.engine.device.round import Round
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
@@ -313,3 +327,31 @@ def test_grammar_compilation_does_not_block_event_loop(device: torch.device) -> 
             return [(await request.result()).tokens for request in (one, *many)]
 
     assert asyncio.run(texts()) == [wanted()[3], *wanted()[3:5]]
+
+
+@pytest.mark.parametrize("draft", [None, Ngram(num_nodes=6)], ids=["none", "ngram"])
+def test_text_that_no_token_continues_ends_with_bad_logits(draft: Draft | None) -> None:
+    """The vocabulary lacks bytes that the pattern asks for: no illegal token is emitted in their place."""
+    vocab = {"a": 0, "b": 1, "c": 2, "</s>": 3} | {f"<{i}>": i for i in range(4, 32)}
+    letters = Tokenizer(WordLevel(vocab, unk_token="c"))
+    letters.decoder = Fuse()
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1,
+        vocab_size=32, max_position_embeddings=128, eos_token_id=3, bos_token_id=None,
+    )  # fmt: skip
+    engine = Engine(
+        AutoModelForCausalLM.from_config(config),
+        draft=draft,
+        tokenizer=PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>"),
+        adaptive=False,
+        grammars=True,
+        device="cpu",
+        max_len=64,
+        num_slots=1,
+        dtype=torch.float32,
+    )
+    with engine:
+        request = engine.submit([0, 1, 0, 1, 0, 1, 2], SamplingParams(10, regex="abé"))
+        with pytest.raises(GenerationError, match="ended with BAD_LOGITS"):
+            request.result()
+        assert request.output.tokens in ([0], [0, 1]) and request.output.finish_reason == FinishReason.ERROR

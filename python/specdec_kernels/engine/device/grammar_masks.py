@@ -139,11 +139,12 @@ class TreeMasks:
             allowed = self._on_host[begin : begin + count].fill_(FULL)
             if count == 0 or matcher.is_terminated():
                 return
-            links = (part[row, :count].contiguous() for part in (first_child, next_sibling, tokens))
+            links = [part[row, :count].contiguous() for part in (first_child, next_sibling, tokens)]
             matcher.traverse_draft_tree(*links, allowed)
-            # No walk reaches a node that is not allowed, or goes on below one that ends the text. But the walk samples
-            # a token at the latter, so one must be allowed.
-            allowed[1:][~allowed[1:].any(1)] = FULL
+            # A walk samples a token at a node that ends the text, so some must be allowed there; none follows it. Other
+            # nodes without an allowed token are not reached, or no token continues the text, as at a root.
+            ends_text = torch.isin(links[2][1:], torch.tensor(matcher.stop_token_ids))
+            allowed[1:][ends_text & ~allowed[1:].any(1)] = FULL
 
         # xgrammar releases the GIL.
         for _ in self._threads.map(fill_one, requests) if len(requests) > 1 else map(fill_one, requests):
