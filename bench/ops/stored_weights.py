@@ -47,7 +47,7 @@ def stored_experts(gate_up: Tensor, down: Tensor, kind: str) -> QuantizedExperts
     Raises:
         ValueError: a kind that is not FP8.
     """
-    experts = QuantizedExperts(len(down))
+    experts = QuantizedExperts(len(down), nn.SiLU())
     for expert in range(len(down)):
         for part, weight in zip(("gate", "up", "down"), (*gate_up[expert].chunk(2), down[expert]), strict=True):
             stored = STORED[kind](weight)
