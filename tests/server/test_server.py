@@ -25,7 +25,7 @@ from specdec_kernels.cli import engine_flags
 from specdec_kernels.cli.serve import sampling_defaults
 from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
 from specdec_kernels.server import Settings, make_app, serving_process
-from specdec_kernels.server.text import TextStream, token_texts
+from specdec_kernels.server.text import TextStream, TokenText, token_texts
 from specdec_kernels.server.tool_calls import PARSERS, parser_for
 from specdec_kernels.tiny import tiny_model
 from support.leaks import expect_nothing_left
@@ -266,6 +266,10 @@ def test_chat_runs_to_end_of_context(server: Running, client: OpenAI) -> None:
     assert (got.usage.total_tokens, got.choices[0].finish_reason) == (1024, "length")
 
 
+def token_text(token: int) -> TokenText:
+    return token_texts(tokenizer().backend_tokenizer)(token)
+
+
 def test_completion_and_chat_return_logprobs(server: Running, client: OpenAI) -> None:
     (want,) = server.engine.generate(TEXT + "\n", SamplingParams(12, logprobs=3))
     assert want.logprobs is not None
@@ -290,7 +294,22 @@ def test_completion_and_chat_return_logprobs(server: Running, client: OpenAI) ->
     assert plain.token_logprobs == [one.logprob for one in want.logprobs]
     assert "".join(plain.tokens) == want.text
     assert plain.text_offset == [len("".join(plain.tokens[:i])) for i in range(12)]
-    assert plain.top_logprobs == [{text_of(t).text: p for t, p in one.top} for one in want.logprobs]
+    for token, entry, one in zip(want.tokens, plain.top_logprobs, want.logprobs, strict=True):
+        assert entry == {text_of(t).key: p for t, p in [*one.top, (token, one.logprob)]}
+
+
+def test_top_logprobs_tell_parts_of_characters_apart(client: OpenAI) -> None:
+    """The prompt has multi-byte characters, and the bias prefers their parts, which decode to the same text alone."""
+    prompt = "# 日本語 héllo 🎉 ñandú\n" * 3
+    parts = [token for token in range(2048) if "\N{REPLACEMENT CHARACTER}" in token_text(token).text][:60]
+    got = client.completions.create(
+        model=NAME, prompt=prompt, max_tokens=20, logprobs=5, logit_bias={str(token): 20 for token in parts}
+    )
+    logprobs = got.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.top_logprobs and logprobs.token_logprobs
+    assert any(token.startswith("bytes:\\x") for token in logprobs.tokens)
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert top[token] == value and len(top) in (5, 6)
 
 
 def test_stream_never_splits_a_character(server: Running, client: OpenAI) -> None:

@@ -226,19 +226,29 @@ class ResponseBuilder:
             return None
         if self._is_chat:
             return {"content": [self._chat_entry(t, one) for t, one in zip(tokens, logprobs, strict=True)]}
-        texts = [self._token_text(token).text for token in tokens]
+        texts = [self._token_text(token) for token in tokens]
         offsets = []
         for text in texts:
             offsets.append(choice.offset)
-            choice.offset += len(text)
+            choice.offset += len(text.text)
         return {
-            "tokens": texts,
+            "tokens": [text.key for text in texts],
             "token_logprobs": [finite(one.logprob) for one in logprobs],
-            "top_logprobs": [
-                {self._token_text(token).text: finite(value) for token, value in one.top} for one in logprobs
-            ],
+            "top_logprobs": [self._top(token, one) for token, one in zip(tokens, logprobs, strict=True)],
             "text_offset": offsets,
         }
+
+    def _top(self, token: int, one: TokenLogprob) -> dict[str, float]:
+        """Return the log-probabilities of the token and of the most likely ones, by their texts.
+
+        Of tokens that share a text, the second and later ones are named by their ids.
+        """
+        top: dict[str, float] = {}
+        others = [(other, value) for other, value in one.top if other != token]
+        for other, value in [(token, one.logprob), *others]:
+            key = self._token_text(other).key
+            top[f"token_id:{other}" if key in top else key] = finite(value)
+        return top
 
     def _chat_entry(self, token: int, one: TokenLogprob) -> dict[str, Any]:
         return self._entry(token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}

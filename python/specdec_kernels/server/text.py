@@ -81,6 +81,13 @@ class TokenText(NamedTuple):
     text: str
     bytes: list[int]
 
+    @property
+    def key(self) -> str:
+        r"""The text, or if it is a part of a character, its bytes as OpenAI writes them: `bytes:\xf0\x9f`."""
+        if list(self.text.encode()) == self.bytes:
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes)
+
 
 def token_texts(tokenizer: Any) -> Callable[[int], TokenText]:
     """Return a function that gives a token's text and bytes; `tokenizer` is the backend of a fast one."""
