@@ -187,7 +187,8 @@ def moe_combine(t: Inputs, **stream: Any) -> Iterable[Tensor]:
 
 
 def quantize_fp8(t: Inputs, **stream: Any) -> Iterable[Tensor]:
-    return [x.float() for x in sd.quantize_fp8(t["x"], group_size=128, **stream)]
+    quantized, scales = sd.quantize_fp8(t["x"], group_size=128, **stream)
+    return [quantized.view(torch.uint8), scales]  # a view: a copy would run on the current stream
 
 
 def rope_qkv_write_kv(t: Inputs, **stream: Any) -> Iterable[Tensor]:
