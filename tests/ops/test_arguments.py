@@ -11,7 +11,9 @@ import torch
 
 import specdec_kernels as sd
 from specdec_kernels import _C
+from specdec_kernels.ops._op_list import native_halves, public_ops
 from support.devices import HAS_CUDA
+from support.op_calls import calls
 
 np = pytest.importorskip("numpy")
 
@@ -108,6 +110,34 @@ def test_boundary_accepts_tensors_of_several_libraries() -> None:
     ids, logprobs = np.empty((2, 2), np.int32), np.empty((2, 2), np.float32)
     sd.select_topk(LOGITS, 2, out=sd.TopK(ids, logprobs))
     assert ids.tolist() == BEST
+
+
+def as_arrays(value: Any) -> Any:
+    """Return the value with NumPy arrays for tensors."""
+    if isinstance(value, tuple):
+        parts = map(as_arrays, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value.numpy() if isinstance(value, torch.Tensor) else value
+
+
+def array_leaves(value: Any) -> list[Any]:
+    return [leaf for part in value for leaf in array_leaves(part)] if isinstance(value, tuple) else [value]
+
+
+NO_NUMPY_DTYPE = {"small_m_gemm", "dequantize", "moe_grouped_gemm", "quantize_fp8"}  # bfloat16 or float8
+
+
+@pytest.mark.parametrize("op", [op for op in public_ops() if native_halves(op) and op not in NO_NUMPY_DTYPE])
+def test_ops_accept_numpy_arrays(op: str) -> None:
+    function = getattr(sd, op)
+    twice = (calls(op, torch.device("cpu")) for _ in range(2))
+    for (arguments, options), (others, other_options) in zip(*twice, strict=True):
+        want = as_arrays((function(*arguments, **options), arguments))
+        arrays = as_arrays(others)
+        got = function(*arrays, **{name: as_arrays(value) for name, value in other_options.items()})
+        for array, expected in zip(array_leaves((got, arrays)), array_leaves(want), strict=True):
+            assert type(array) is type(expected)
+            np.testing.assert_array_equal(array, expected)
 
 
 def test_stream_keyword_is_ignored_on_cpu() -> None:

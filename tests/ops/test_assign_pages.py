@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import specdec_kernels as sd
-from specdec_kernels.reference import kv as reference
 from support.page_pools import TwoPools
 from support.paged import INT
 
@@ -66,27 +65,6 @@ def test_assign_pages_accepts_largest_row_count(device: torch.device) -> None:
     pools.assign([-1] * 512, (1200 + torch.randperm(600)[:512]).tolist())
     owners = torch.bincount(pools.model.page_table[pools.model.page_table >= 0], minlength=2000)
     assert torch.equal(owners.int(), pools.model.page_refs)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_assign_pages_graph_replay_reads_changed_inputs() -> None:
-    device = torch.device("cuda")
-    pool, model = (sd.make_page_pool(20, 4, 4, 2, torch.empty(0, device=d)) for d in (device, torch.device("cpu")))
-    sources, targets = (torch.full((3,), -1, dtype=INT, device=device) for _ in range(2))
-    sd.assign_pages(pool, sources, targets)
-    for p in (pool, model):
-        sd.alloc_pages(p, torch.tensor([7, 5, 0, 0], dtype=INT, device=p.page_refs.device), 0)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        sd.assign_pages(pool, sources, targets)
-    for arguments in (([0, 1, 4], [8, 9, 10]), ([8, -1, -1], [5, 0, 10])):
-        host = [torch.tensor(values, dtype=INT) for values in arguments]
-        for buffer, values in zip((sources, targets), host, strict=True):
-            buffer.copy_(values)
-        graph.replay()
-        reference.assign_pages(model, *host)
-        for name in ("page_table", "page_refs", "num_free"):
-            assert torch.equal(getattr(pool, name).cpu(), getattr(model, name)), name
 
 
 @pytest.mark.parametrize(

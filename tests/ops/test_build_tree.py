@@ -318,28 +318,6 @@ def test_build_tree_commutes_with_batch_permutation(device: torch.device) -> Non
     assert_same_tree(permuted, [t[order] for t in plain])
 
 
-def test_build_tree_graph_replay_reads_changed_inputs() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU here")
-    inputs = [t.cuda() for t in (*random_candidates(4, 50), *slot_state(4))]
-    candidates = sd.Candidates(*inputs[:3])
-    sd.build_tree(candidates, *inputs[3:], 24)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = sd.build_tree(candidates, *inputs[3:], 24)
-    for static, new in zip(inputs, (*random_candidates(4, 50), *slot_state(4)), strict=True):
-        static.copy_(new)
-    graph.replay()
-    assert_same_tree(captured, sd.build_tree(candidates, *inputs[3:], 24))
-
-
-def test_build_tree_accepts_numpy_arrays() -> None:
-    np = pytest.importorskip("numpy")
-    columns = [np.array([[4, 5]], np.int32), np.array([[-1, 0]], np.int32), np.array([[-1, -2]], np.float32)]
-    tree = sd.build_tree(sd.Candidates(*columns), np.array([3], np.int32), np.array([10], np.int32), 3)
-    assert type(tree.mask) is np.ndarray and tree.mask.tolist() == [[[1], [3], [7]]]
-
-
 def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 

@@ -146,15 +146,6 @@ def test_score_tokens_commutes_with_batch_permutation(device: torch.device) -> N
         assert torch.equal(a[order.to(device)], b)
 
 
-def test_score_tokens_accepts_numpy_arrays() -> None:
-    np = pytest.importorskip("numpy")
-    zeros = np.zeros((2, 3), np.int32)
-    scores = sd.score_tokens(
-        np.zeros((2, 4, 8), np.float32), sd.Accepted(zeros, np.full(2, 3, np.int32), zeros), top_n=2
-    )
-    assert type(scores.logprobs) is np.ndarray and scores.top_ids.tolist() == [[[0, 1]] * 3] * 2
-
-
 def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 

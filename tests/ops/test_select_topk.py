@@ -139,15 +139,6 @@ def test_select_topk_accepts_empty_batch(device: torch.device) -> None:
     assert ids.shape == logprobs.shape == (0, 2)
 
 
-def test_select_topk_accepts_numpy_arrays() -> None:
-    np = pytest.importorskip("numpy")
-    logits = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)
-    ids, logprobs = sd.select_topk(logits, 3)
-    assert type(ids) is np.ndarray and ids.dtype == np.int32 and logprobs.dtype == np.float32
-    want, _ = reference.select_topk(torch.from_numpy(logits), 3)
-    assert (ids == want.numpy()).all()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1000,15 +1000,6 @@ def test_tree_attention_graph_replay_of_clusters_with_changed_lengths(rows: int)
             assert torch.equal(got, sd.tree_attention(q, *cache.tensors(), mask=trees, plan=plan))
 
 
-def test_tree_attention_accepts_numpy_arrays() -> None:
-    np = pytest.importorskip("numpy")
-    cache = make_cache([10], [2], page_size=4)
-    q = torch.randn(1, 2, 4, 64)
-    out = sd.tree_attention(q.numpy(), *(x.numpy() for x in cache.tensors()))
-    assert type(out) is np.ndarray
-    assert (out == sd.tree_attention(q, *cache.tensors()).numpy()).all()
-
-
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 

@@ -9,9 +9,9 @@ import torch
 import specdec_kernels as sd
 
 
-def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Return arguments of one or two small calls of an op, equal every time."""
-    random = torch.Generator().manual_seed(3)
+def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return arguments of one to three small calls of an op, equal for equal seeds."""
+    random = torch.Generator().manual_seed(seed)
 
     def ints(*shape: int, high: int = 9, low: int = 0) -> torch.Tensor:
         return torch.randint(low, high, shape, generator=random).int().to(device)
@@ -22,13 +22,15 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    slots, status = torch.tensor([1, 0], dtype=torch.int32, device=device), zeros(2)
-    lens, seeds = torch.tensor([5, 3], dtype=torch.int32, device=device), ints(2).long()
-    temperature = torch.tensor([0.0, 0.8], device=device)
+    slots, status = torch.randperm(2, generator=random).int().to(device), zeros(2)
+    lens, seeds = ints(2, low=3, high=6), ints(2).long()
+    temperature = torch.cat([zeros(1).float(), 0.5 + floats(1).abs()])
     candidates, frontier = sd.expand_root(ints(2, 2), -floats(2, 2).abs(), lens, 3)
-    parents = torch.tensor([[-1, 0, 0, 1]] * 2, dtype=torch.int32, device=device)
-    tree = sd.build_tree_from_parents(ints(2, 4, high=8), parents, lens)
-    accepted = sd.verify_tree(floats(2, 4, 8), tree, 3)
+    parents = torch.cat([zeros(2, 1) - 1, *(ints(2, 1, high=node) for node in range(1, 4))], 1)
+    tree = sd.build_tree_from_parents(ints(2, 4, high=3), parents, lens)
+    logits = floats(2, 4, 8)
+    logits[..., :3] += 9  # the tokens of the tree
+    accepted = sd.verify_tree(logits, tree, 3)
     pool = sd.make_page_pool(12, 2, 5, 4, like=status)
     pools = floats(2, 12, 4, 2, 64), floats(2, 12, 4, 2, 64)
     if op not in ("alloc_pages",):
@@ -49,18 +51,19 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
     new_kv = floats(2, 3, 2, 64), floats(2, 3, 2, 64)
     noise = {"seeds": seeds, "positions": ints(2), "temperature": temperature, "slots": slots}
     sampling = {"temperature": temperature, "top_k": ints(2), "top_p": temperature + 0.1, "seeds": seeds}
-    mask = torch.tensor([[1, 3, 5, 11]] * 2, device=device)[:, :, None]
+    mask = tree.mask
     state = sd.make_slot_state(2, 25, 1, like=status)._replace(seq_lens=lens, status=status)
-    state.stop_tokens.zero_()
-    edits = sd.make_logit_edits(2, 20, like=temperature)
-    edits.kinds.fill_(7)
-    edits.counts[:, 3] = 5
+    state = state._replace(stop_tokens=ints(2, 1), remaining=ints(2))
+    edits = sd.make_logit_edits(2, 20, like=temperature)._replace(kinds=ints(2, low=1, high=8), counts=ints(2, 20))
+    factors = {name: floats(2).abs() for name in ("presence", "frequency", "repetition")}
+    edits = edits._replace(bias=floats(2, 20), **factors)
+    depths = (tree.positions - tree.positions[:, :1]).float()
     return {
         "select_topk": [((floats(3, 20), 4), {}), ((floats(3, 20), 4), {"id_map": ints(20)})],
         "sample_draft": [((floats(2, 20), 4), noise)],
         "expand_root": [((ints(2, 2), -floats(2, 2).abs(), lens, 3), {"slots": slots, "position_offset": 1})],
         "expand_tree": [((ints(2, 2, 2), -floats(2, 2, 2).abs(), 2, candidates, frontier, lens), {})],
-        "update_calibration": [((sd.make_calibration(2, like=temperature), tree, -floats(2, 4).abs(), accepted), {})],
+        "update_calibration": [((sd.make_calibration(2, like=temperature), tree, -depths, accepted), {})],
         "draft_extend_inputs": [
             ((accepted.tokens, accepted.path, accepted.num_valid, lens, 4), options)
             for options in ({}, {"slots": slots, "position_offset": 1})
@@ -93,19 +96,18 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         "silu_and_mul": [((floats(3, 64),), {})],
         "small_m_gemm": [
             ((floats(3, 64, dtype=torch.bfloat16), floats(48, 64, dtype=torch.bfloat16)), options)
-            for options in ({}, {"gated": True})
+            for options in ({}, {"gated": True}, {"bias": floats(48, dtype=torch.bfloat16)})
         ],
         "dequantize": [
-            ((torch.zeros(3, 64, dtype=torch.uint8), torch.ones(2, 3)), options)
-            for options in ({}, {"dtype": "float32"})
+            ((ints(3, 64, high=256).to(torch.uint8), floats(2, 3)), options) for options in ({}, {"dtype": "float32"})
         ],
         "moe_grouped_gemm": [
             (
                 (
                     floats(3, 128, dtype=torch.bfloat16),
                     floats(4, 48, 128).to(torch.float8_e4m3fn),
-                    torch.tensor([4, 0, 2, 5, 1, 3], device=device),
-                    torch.tensor([1, 1, 4, 6], dtype=torch.int32, device=device),
+                    torch.randperm(6, generator=random).to(device),
+                    torch.cat([ints(3, high=7).sort().values, zeros(1) + 6]),
                 ),
                 {"weight_scales": floats(4, 1, 48)} | options,
             )
@@ -118,7 +120,10 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
             ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), {}),
             ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), both),
         ],
-        "tree_attention": [((floats(2, 3, 4, 64), pools[0][0], pools[1][0], table, lens), both)],
+        "tree_attention": [
+            ((floats(2, 3, 4, 64), pools[0][0], pools[1][0], table, lens), options)
+            for options in (both, {"mask": tree.mask[:, :3].contiguous()})
+        ],
         "verify_tree": [
             ((floats(2, 4, 8), tree, 3), {}),
             ((floats(2, 4, 8),), {"tree": tree, "accept_width": 3, **sampling, **both}),
@@ -126,7 +131,7 @@ def calls(op: str, device: torch.device) -> list[tuple[tuple[Any, ...], dict[str
         ],
         "score_tokens": [((floats(2, 4, 8), accepted), {"top_n": 2})],
         "edit_logits": [
-            ((floats(2, 4, 20), mask, ints(2, 4), edits), {"slots": slots, "vocab_mask": ints(2, 4, 1)}),
+            ((floats(2, 4, 20), mask, ints(2, 4), edits), {"slots": slots, "vocab_mask": ints(2, 4, 1, high=1 << 20)}),
             ((floats(8, 20), mask.flatten(0, 1), ints(2, 4), edits), {"cu_seqlens_q": ends}),
         ],
         "mask_stops": [
