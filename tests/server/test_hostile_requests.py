@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +13,12 @@ import pytest
 
 from specdec_kernels.engine import Engine, SamplingParams
 from specdec_kernels.server import strict_json
-from specdec_kernels.server.tool_calls import FirstCall, Hermes, ToolCall
+from specdec_kernels.server.tool_calls import AfterThoughts, FirstCall, Hermes, ToolCall
 from specdec_kernels.tiny import tiny_model
 from support.server_thread import Running, serving
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ message['name'] }}{% endfor %}"
 MESSAGES = [{"role": "user", "content": "def f"}]
 BODIES = {CHAT: {"messages": MESSAGES, "max_tokens": 2}, COMPLETE: {"prompt": "def f", "max_tokens": 2}}
 CALL = '<tool_call>{"name": "area", "arguments": {"a": %s}}</tool_call>'
@@ -24,7 +26,7 @@ CALL = '<tool_call>{"name": "area", "arguments": {"a": %s}}</tool_call>'
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    engine = Engine(tiny_model("target"), device="cpu", max_len=128, num_slots=2, adaptive=False)
+    engine = Engine(tiny_model("target"), device="cpu", max_len=128, num_slots=2, adaptive=False, grammars=True)
     with serving(engine, chat_template=TEMPLATE) as running:
         yield running
 
@@ -49,6 +51,13 @@ def server() -> Iterator[Running]:
          f'logit_bias has "{"9" * 56}...: 1, expected token ids with a number each'),
         (COMPLETE, {"prompt": "a" * 10**6}, "prompt has 1000000 characters, expected at most 32768 (max_len tokens)"),
         ("/tokenize", {"prompt": ["a", "b"]}, 'prompt is ["a", "b"], expected one prompt'),
+        (COMPLETE, {"stop": ["ab"] * 65}, "stop has 65 entries, expected at most 64"),
+        (COMPLETE, {"stop": "a<|endoftext|>"},
+         "stop is 'a<|endoftext|>' with the special token <|endoftext|>, expected that token alone"),
+        (COMPLETE, {"ebnf": "root ::= root"},
+         "ebnf allows no token at the start of the text, expected one that some text satisfies"),
+        (CHAT, {"messages": [{"role": "user", "name": "a" * 10**6}]},
+         "messages has 1000004 characters, expected at most 32768 (max_len tokens)"),
     ],
 )  # fmt: skip
 def test_server_refuses_values_out_of_range(server: Running, path: str, fields: dict[str, Any], message: str) -> None:
@@ -73,6 +82,34 @@ def test_server_refuses_deep_tool_arguments(server: Running) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "[" * 200000}}
     status, message, _ = server.error(CHAT, {"messages": [{"role": "assistant", "tool_calls": [call]}]})
     assert status == 400 and message.endswith("expected arguments that are an object as JSON")
+
+
+@pytest.mark.parametrize("path", [COMPLETE, "/tokenize"])
+def test_server_counts_prompts_before_it_tokenizes_them(server: Running, path: str) -> None:
+    def fail(*_: Any) -> Any:
+        raise AssertionError("the prompts were tokenized")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.engine.core.inputs, "tokenize", fail)
+        status, message, _ = server.error(path, {"prompt": ["a"] * 3000})
+    assert status == 400 and message.endswith(("texts, expected at most 2050", "expected one prompt"))
+
+
+def test_client_that_leaves_during_its_upload_logs_nothing(server: Running) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(handler)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(f"POST {COMPLETE} HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{{".encode())
+            time.sleep(0.2)
+        time.sleep(0.2)
+        assert server.ask("/health")[0] == 200
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in records] == []
 
 
 def test_server_answers_while_a_long_text_is_refused(server: Running) -> None:
@@ -133,3 +170,54 @@ def test_sampling_params_refuse_other_integers(values: dict[str, Any], message: 
     with pytest.raises(ValueError) as error:
         SamplingParams(**values)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_special_token_as_stop_string_ends_the_text(ignore_eos: bool) -> None:
+    """Text is decoded without special tokens, so that no search in it finds one."""
+    with Engine(tiny_model("target"), device="cpu", max_len=64, num_slots=1, adaptive=False) as engine:
+        token = engine.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+        bias = {token: 100.0}
+        params = SamplingParams(4, ignore_eos=ignore_eos, logit_bias=bias, stop="<|endoftext|>")
+        (output,) = engine.generate("def f", params)
+        assert (output.tokens, output.text, output.finish_reason.name) == ([token], "", "STOP")
+
+
+def test_server_ends_texts_at_the_end_of_turn_of_the_tokenizer() -> None:
+    engine = Engine(tiny_model("target"), device="cpu", max_len=64, num_slots=1, adaptive=False)
+    end = engine.tokenizer.encode(" import")[0]
+    engine.tokenizer.eos_token = engine.tokenizer.convert_ids_to_tokens(end)
+    assert end not in engine.eos_token_ids
+    body = {"prompt": "def f", "max_tokens": 4, "logit_bias": {str(end): 100}}
+    with serving(engine) as running:
+        for more, reason in (({}, "stop"), ({"stop_token_ids": [5]}, "stop"), ({"ignore_eos": True}, "length")):
+            [choice] = json.loads(running.ask(COMPLETE, body | more)[2])["choices"]
+            assert choice["finish_reason"] == reason
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("in_thoughts", "text", "want"),
+    [
+        (False, "<think>a" + CALL % 1 + "</think>b" + CALL % 2, ["<think>a" + CALL % 1 + "</think>b", 2]),
+        (False, "\n<think>" + CALL % 1, ["\n<think>" + CALL % 1]),
+        (False, "a<think>" + CALL % 1, ["a<think>", 1]),
+        (True, CALL % 1 + "</th</think>" + CALL % 2, [CALL % 1 + "</th</think>", 2]),
+        (True, "a</thi", ["a</thi"]),
+        (False, CALL % '"<think>"', ["<think>"]),
+        (False, "<thi", ["<thi"]),
+    ],
+)
+def test_calls_in_thoughts_are_text(in_thoughts: bool, text: str, want: list[Any], size: int) -> None:
+    parser = AfterThoughts(Hermes(["area"]), in_thoughts)
+    parts = [text[begin : begin + size] for begin in range(0, len(text), size)]
+    found = [item for part in parts for item in parser.push(part)] + parser.finish()
+    got: list[Any] = []
+    for item in found:
+        if isinstance(item, ToolCall):
+            got.append(json.loads(item["function"]["arguments"])["a"])
+        elif got and isinstance(got[-1], str):
+            got[-1] += item
+        else:
+            got.append(item)
+    assert got == want

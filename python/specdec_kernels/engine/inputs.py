@@ -13,7 +13,7 @@ from .device.grammar_masks import Grammars
 from .drafts import Draft
 from .params import SamplingParams
 from .request import RequestSpec
-from .text.prompts import as_list, chat_tokens, check_tokens, tokens_of_each
+from .text.prompts import as_list, chat_tokens, check_tokens, num_characters, tokens_of_each
 from .text.stop_strings import StopStrings
 
 
@@ -55,17 +55,31 @@ class InputProcessor:
         return each
 
     def _check_lengths(self, texts: Sequence[Any], names: Sequence[str]) -> None:
+        for text, name in zip(texts, names, strict=True):
+            if isinstance(text, str):
+                self._check_length(len(text), name)
+
+    def _check_length(self, num_characters: int, name: str) -> None:
         """Refuse a text that cannot fit, before it is tokenized: megabytes take seconds and gigabytes."""
         limit = self._config.max_len * self._longest_token
-        for text, name in zip(texts, names, strict=True):
-            if isinstance(text, str) and len(text) > limit:
-                raise ValueError(f"{name} has {len(text)} characters, expected at most {limit} (max_len tokens)")
+        if num_characters > limit:
+            raise ValueError(f"{name} has {num_characters} characters, expected at most {limit} (max_len tokens)")
 
     @cached_property
     def _longest_token(self) -> int:
         """Return an upper bound of the characters of a token: what normalization removes is counted generously."""
         vocab = self.tokenizer.get_vocab() if self.tokenizer is not None else ()
         return max(256, *map(len, vocab)) if vocab else 256
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
+        """Return the special tokens, by their texts."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {
+            token.content: index
+            for index, token in added.items()
+            if token.special and token.content and index < self._vocab_size
+        }
 
     def tokenize_all(
         self, op: str, prompts: Any, params: Any, add_special_tokens: bool
@@ -77,9 +91,13 @@ class InputProcessor:
 
     def tokenize_chat(self, conversation: Any, template: dict[str, Any]) -> list[int]:
         """Return the token ids of a conversation by the tokenizer's chat template, up to where the answer begins."""
-        texts = [message.get("content") for message in conversation]
-        self._check_lengths(["".join(text for text in texts if isinstance(text, str))], ["messages"])
+        self.check_conversation(conversation, template)
         return chat_tokens(conversation, self.tokenizer, self.no_tokenizer, template)
+
+    def check_conversation(self, conversation: Any, template: dict[str, Any]) -> None:
+        """Raise ValueError if the texts of messages, tools or another argument of the template cannot fit."""
+        for name, value in {"messages": conversation, **template}.items():
+            self._check_length(num_characters(value), name)
 
     def compile_grammars(self, params: Sequence[SamplingParams]) -> None:
         """Compile the grammars that these parameters name, so that `specs` finds them. This may take seconds."""
@@ -92,8 +110,17 @@ class InputProcessor:
         return bool(params.constraint[0]) and self._config.grammars
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ValueError for too many stop tokens, or a logit bias outside the vocabulary."""
+        """Raise ValueError for stops that cannot be followed, or a logit bias outside the vocabulary."""
         self._stop_tokens(params)
+        for string in params.stop_strings:
+            # Text is decoded without special tokens: one alone is a stop token, one next to text would never be found.
+            if string not in self._special_tokens:
+                for special in self._special_tokens:
+                    if special in string:
+                        raise ValueError(
+                            f"SamplingParams: stop is {string!r} with the special token {special}, "
+                            "expected that token alone"
+                        )
         for token in params.logit_bias or ():
             if not 0 <= token < self._vocab_size:
                 raise ValueError(
@@ -133,6 +160,9 @@ class InputProcessor:
         stop = params.stop_token_ids
         if stop is None:
             stop = [] if params.ignore_eos else self.eos_token_ids
+        special = [self._special_tokens[string] for string in params.stop_strings if string in self._special_tokens]
+        if special:
+            stop = list(dict.fromkeys([*stop, *special]))
         if len(stop) > MAX_STOP_TOKENS:
             raise ValueError(
                 f"SamplingParams: stop_token_ids has {len(stop)} entries, expected at most {MAX_STOP_TOKENS}"

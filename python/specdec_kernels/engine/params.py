@@ -62,7 +62,7 @@ class SamplingParams:
         min_new_tokens: number of first tokens that are no stop tokens (the target chooses among the others) and
             complete no stop string.
         stop: a string, or several, before which the text is cut off. `tokens` keeps the tokens that complete it. The
-            host looks for it as results come in.
+            host looks for it as results come in. A special token, which no text contains, counts as a stop token.
         logprobs: True: the log-probability of each token. A number, at most 20: also those of as many most likely
             tokens at its position. The distribution is that after bias and penalties, before temperature and filters.
         priority: requests with a lower number get a slot first, and keep it longest if pages run out; then the order of

@@ -12,6 +12,7 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ..engine import AsyncEngine, AsyncRequest, Engine
@@ -34,7 +35,7 @@ from .protocol import (
 )
 from .responses import ResponseBuilder, event
 from .text import token_texts
-from .tool_calls import PARSERS, FirstCall, OneCall, ToolParser, parser_for
+from .tool_calls import PARSERS, AfterThoughts, FirstCall, OneCall, ToolParser, parser_for
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
@@ -73,6 +74,7 @@ class Server:
         arrival = time.perf_counter()
         # In a thread: the texts of a prediction or of stop strings are tokenized.
         parsed = await asyncio.to_thread(read, await self._body(request), self.settings, self.engine)
+        self._check_count(parsed.num_prompts * parsed.params.n)  # before a million prompts are tokenized
         token_lists = await asyncio.to_thread(parsed.tokenize, self.engine)
         try:
             await self.tasks.compile_grammars([parsed.params])
@@ -80,9 +82,12 @@ class Server:
             raise parsed.refused(error) from error
         requests = self._submit(parsed, token_lists, arrival)
         format = OneCall if parsed.must_call else self._parser
+        in_thoughts = self._ends_in_thoughts(token_lists[0])
 
         def new_parser() -> ToolParser:
-            parser = format(parsed.tools)
+            parser: ToolParser = format(parsed.tools)
+            if not parsed.must_call:
+                parser = AfterThoughts(parser, in_thoughts)
             return parser if parsed.parallel_calls else FirstCall(parser)
 
         builder = ResponseBuilder(
@@ -100,6 +105,20 @@ class Server:
         async with cancelled_on_disconnect(request.receive, requests):
             return JSONResponse(await builder.whole())
 
+    def _ends_in_thoughts(self, prompt: list[int]) -> bool:
+        """Return whether a prompt ends with the tag that begins thoughts, written by the chat template."""
+        end = self._backend.decode(prompt[-16:], skip_special_tokens=False)
+        return bool(end.rstrip().endswith(AfterThoughts.BEGIN))
+
+    @property
+    def _room(self) -> int:
+        """Return how many requests may run and wait."""
+        return self.engine.config.num_slots + self.settings.max_queued
+
+    def _check_count(self, count: int) -> None:
+        if count > self._room:
+            raise RequestError(f"prompt and n ask for {count} texts, expected at most {self._room}", "n")
+
     def _submit(self, parsed: ParsedRequest, token_lists: list[list[int]], arrival: float) -> list[AsyncRequest]:
         """Submit every choice of every prompt, or none. It does not await, so that the count of open requests holds."""
         most = self.settings.max_prompt_tokens
@@ -107,9 +126,7 @@ class Server:
             if most is not None and len(tokens) > most:
                 raise RequestError(f"the prompt has {len(tokens)} tokens, expected at most {most}", "prompt")
         count = len(token_lists) * parsed.params.n
-        room = self.engine.config.num_slots + self.settings.max_queued
-        if count > room:
-            raise RequestError(f"prompt and n ask for {count} texts, expected at most {room}", "n")
+        room = self._room
         if self.metrics.num_open + count > room:
             message = f"{self.metrics.num_open} requests are waiting or running, expected fewer: try again later"
             raise RequestError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
@@ -135,10 +152,10 @@ class Server:
             conversation = read_conversation(validate(ConversationBody, body, self.settings), self.settings)
             token_lists = await asyncio.to_thread(conversation.tokenize, self.engine)
         else:
-            tokenize = read_prompts(validate(PromptBody, body, self.settings))
-            token_lists = await asyncio.to_thread(tokenize, self.engine)
-            if len(token_lists) > 1:
+            prompts = read_prompts(validate(PromptBody, body, self.settings))
+            if len(prompts.prompts) > 1:
                 raise unexpected("prompt", body["prompt"], "one prompt")
+            token_lists = await asyncio.to_thread(prompts.tokenize, self.engine)
         tokens = token_lists[0]
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.config.max_len})
 
@@ -299,6 +316,9 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
         assert isinstance(error, RequestError)
         return as_response(error)
 
+    async def gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=400)  # nobody reads it: the client left during its upload
+
     async def no_such_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
@@ -308,6 +328,7 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
         return as_response(RequestError(f"{type(error).__name__}: {error}", status=500))
 
     app.add_exception_handler(RequestError, refused)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(HTTPException, no_such_path)
     app.add_exception_handler(Exception, failed)
     app.state.server = server

@@ -278,6 +278,7 @@ class Sampling(Body):
     ebnf: StrictStr | None = None
 
 
+MAX_STOP_STRINGS = 64  # each is searched for after every token, in a thread that all requests share
 PARAMETERS = {"min_tokens": "min_new_tokens", "ebnf": "grammar"}
 
 
@@ -386,6 +387,7 @@ class ParsedRequest:
         tools: names of tools that may be called.
         must_call: the text is a call of one of them, as JSON.
         parallel_calls: the text may have several calls.
+        num_prompts: lists of tokens that `tokenize` will return.
     """
 
     tokenize: Callable[[Engine], list[list[int]]]
@@ -397,6 +399,7 @@ class ParsedRequest:
     tools: Sequence[str] = ()
     must_call: bool = False
     parallel_calls: bool = True
+    num_prompts: int = 1
 
     def refused(self, error: ValueError) -> RequestError:
         """Convert the engine's error about the parameters, with the names of the body's fields."""
@@ -431,7 +434,10 @@ def read_completion(values: Object, settings: Settings, engine: Engine) -> Parse
     body = validate(CompletionBody, values, settings)
     num_top = -1 if body.logprobs is None else body.logprobs
     params, names = read_sampling(body, settings, engine, num_top, None)
-    return ParsedRequest(read_prompts(body), params, names, body.stream, body.stream_options, num_top)
+    prompts = read_prompts(body)
+    return ParsedRequest(
+        prompts.tokenize, params, names, body.stream, body.stream_options, num_top, num_prompts=len(prompts.prompts)
+    )
 
 
 def read_sampling(
@@ -456,8 +462,11 @@ def read_sampling(
     values["max_new_tokens"] = min(budget, max_len)
     if values.get("top_k") == -1:  # other servers' value for all tokens
         values["top_k"] = 0
-    if "stop_token_ids" in values and not values.get("ignore_eos"):
-        values["stop_token_ids"] = [*engine.eos_token_ids, *values["stop_token_ids"]]
+    if not values.get("ignore_eos"):
+        values["stop_token_ids"] = [*end_tokens(engine), *values.get("stop_token_ids", ())]
+    stop = values.get("stop")
+    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
+        raise RequestError(f"stop has {len(stop)} entries, expected at most {MAX_STOP_STRINGS}", "stop")
     if "logit_bias" in values:
         values["logit_bias"] = read_bias(values["logit_bias"])
     schema = body.response_format.schema_of_text() if body.response_format else None
@@ -476,6 +485,12 @@ def read_sampling(
     except ValueError as error:
         raise with_field_names(error, names) from error
     return params, names
+
+
+def end_tokens(engine: Engine) -> list[int]:
+    """Return the tokens that end a text: the engine's, and the end of turn that the tokenizer alone may name."""
+    own = engine.tokenizer.eos_token_id
+    return list(dict.fromkeys([*engine.eos_token_ids, *([] if own is None else [own])]))
 
 
 def with_field_names(error: ValueError, names: dict[str, str]) -> RequestError:
@@ -516,8 +531,20 @@ def schema_of_calls(tools: Sequence[Object]) -> Object:
 # --- prompts
 
 
-def read_prompts(body: PromptBody) -> Callable[[Engine], list[list[int]]]:
-    """Return a function that tokenizes the prompts: one or several, each a text or token ids."""
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of a completion, each a text or token ids, and what error messages call them."""
+
+    prompts: list[Any]
+    names: list[str]
+    add_special_tokens: bool
+
+    def tokenize(self, engine: Engine) -> list[list[int]]:
+        return checked_tokens(engine, self.prompts, self.names, self.add_special_tokens)
+
+
+def read_prompts(body: PromptBody) -> Prompts:
+    """Read one prompt or several."""
     prompt = body.prompt
     is_one = isinstance(prompt, str) or is_token(prompt[0])
     prompts = [prompt] if is_one else list(prompt)
@@ -525,7 +552,7 @@ def read_prompts(body: PromptBody) -> Callable[[Engine], list[list[int]]]:
     for name, one in zip(names, prompts, strict=True):
         if not isinstance(one, str) and not (isinstance(one, list) and all(map(is_token, one))):
             raise unexpected(name, one, "a string or a list of token ids")
-    return lambda engine: checked_tokens(engine, prompts, names, body.add_special_tokens)
+    return Prompts(prompts, names, body.add_special_tokens)
 
 
 def is_token(value: Any) -> bool:
@@ -542,6 +569,10 @@ class Conversation:
     must_call: bool
 
     def tokenize(self, engine: Engine) -> list[list[int]]:
+        try:
+            engine.core.inputs.check_conversation(self.messages, self.options)
+        except ValueError as error:
+            raise RequestError(str(error), str(error).partition(" ")[0]) from error
         try:
             tokens = engine.core.inputs.tokenize_chat(self.messages, self.options)
         except Exception as error:  # a template may raise anything

@@ -158,6 +158,51 @@ class FirstCall:
         return kept
 
 
+class AfterThoughts:
+    """Another parser for the text after the thoughts at its start (`<think>...</think>`), in which a call is none.
+
+    Args:
+        parser: of the text after them.
+        in_thoughts: whether the prompt ended within them, as some chat templates end it.
+    """
+
+    BEGIN, END = "<think>", "</think>"
+
+    def __init__(self, parser: ToolParser, in_thoughts: bool) -> None:
+        self._parser = parser
+        self._tag: str | None = self.END if in_thoughts else self.BEGIN  # waited for; None: the thoughts are over
+        self._text = ""  # not returned yet
+
+    def push(self, text: str) -> list[str | ToolCall]:
+        self._text += text
+        found: list[str | ToolCall] = []
+        begin = self._text.lstrip()
+        if self._tag == self.BEGIN and not self.BEGIN.startswith(begin[: len(self.BEGIN)]):
+            self._tag = None
+        elif self._tag == self.BEGIN and len(begin) >= len(self.BEGIN):
+            self._tag = self.END
+        if self._tag == self.END:
+            thoughts, tag, after = self._text.partition(self.END)
+            if tag:
+                self._tag, self._text = None, after
+                found.append(thoughts + tag)
+            elif kept := held_back(self._text, self.END):
+                found.append(self._text[:-kept])
+                self._text = self._text[-kept:]
+            else:
+                found.append(self._text)
+                self._text = ""
+        if self._tag is None:
+            text, self._text = self._text, ""
+            found += self._parser.push(text)
+        return [item for item in found if item]
+
+    def finish(self) -> list[str | ToolCall]:
+        if self._tag is None:
+            return self._parser.finish()
+        return [self._text] if self._text else []
+
+
 PARSERS: dict[str, type[Hermes] | type[Llama3]] = {"hermes": Hermes, "llama3": Llama3}
 
 

@@ -59,7 +59,14 @@ class Grammars:
         grammar = self.compiled(sampling)
         import xgrammar
 
-        return lambda: xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(stop_tokens))
+        def new() -> Matcher:
+            return xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(stop_tokens))
+
+        mask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        if new().fill_next_token_bitmask(mask) and not mask.any():  # False: every token is allowed
+            expected = "one that some text satisfies"
+            raise ValueError(f"SamplingParams: {kind} allows no token at the start of the text, expected {expected}")
+        return new
 
     def _make_compiler(self, kind: str) -> Any:
         if self._tokenizer is None:

@@ -129,6 +129,20 @@ def chat_tokens(conversation: Any, tokenizer: Any, no_tokenizer: str, options: d
     return tokens
 
 
+def num_characters(value: Any) -> int:
+    """Count the characters of all texts in nested lists and dicts, without the keys."""
+    count, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            count += len(one)
+        elif isinstance(one, Mapping):
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
+    return count
+
+
 def check_tokens(
     tokens: list[int], name: str, *, max_len: int, vocab_size: int, placeholders: Mapping[int, str]
 ) -> None:
