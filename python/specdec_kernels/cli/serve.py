@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import socket
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ..server import Settings
     from .arguments import Subparsers
 
+KEY_VARIABLE = "SPECDEC_API_KEY"
 PACKAGES = ["torch", "transformers", "safetensors", "fastapi", "uvicorn", "prometheus_client"]
 
 
@@ -36,7 +38,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--served-model-name", metavar="NAME", help="model name that clients use (default: the path as given)"
     )
-    parser.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: none)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help=f"key that clients must send (default: that of {KEY_VARIABLE}, else none)"
+    )
     parser.add_argument(
         "--tool-call-parser",
         choices=["hermes", "llama3"],
@@ -92,6 +96,7 @@ def serve(args: argparse.Namespace) -> int:
     from ..engine import AsyncEngine
     from ..server import make_app, serving_process
 
+    api_key(args.api_key)  # an error now, not after the model is loaded
     chosen, template = engine_flags.resolve(args)
     for name, low in (
         ("max_queued_requests", 0),
@@ -118,7 +123,7 @@ def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> S
 
     return Settings(
         model_name=args.served_model_name or args.model or "tiny",
-        api_key=args.api_key,
+        api_key=api_key(args.api_key),
         defaults=sampling_defaults(model, args.sampling_defaults),
         chat_template=template,
         tool_parser=args.tool_call_parser,
@@ -127,6 +132,18 @@ def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> S
         max_prompt_tokens=args.max_prompt_tokens,
         max_n=args.max_n,
     )
+
+
+def api_key(flag: str | None) -> str | None:
+    """Return the key that clients must send: of the flag, else of the environment, where other users cannot read it.
+
+    Raises:
+        ValueError: it is empty, as a secret that was not filled in.
+    """
+    source, key = ("--api-key", flag) if flag is not None else (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))
+    if key == "":
+        raise ValueError(f"{source} is empty, expected a key")
+    return key
 
 
 def sampling_defaults(model: Any, source: str) -> dict[str, Any]:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .._C import version as __version__
 from ..engine import AsyncEngine, AsyncRequest, Engine
 from .metrics import Metrics
 from .protocol import (
@@ -25,6 +27,7 @@ from .protocol import (
     PromptBody,
     RequestError,
     Settings,
+    check_model,
     parse_body,
     read_chat,
     read_completion,
@@ -169,14 +172,25 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
-        model = {
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_key(request)
+        check_model(request.path_params["model"], self.settings)
+        return JSONResponse(self._model)
+
+    @property
+    def _model(self) -> Object:
+        return {
             "id": self.settings.model_name,
             "object": "model",
             "created": self.started,
             "owned_by": "specdec_kernels",
             "max_model_len": self.engine.config.max_len,
         }
-        return JSONResponse({"object": "list", "data": [model]})
+
+    async def version(self, _: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def server_info(self, request: Request) -> Response:
         """Return the fields that SGLang's benchmark reads."""
@@ -229,6 +243,32 @@ class Server:
         if size > most:
             raise RequestError(f"the body has {size} bytes or more, expected at most {most}", status=413)
         return parse_body(b"".join(parts))
+
+
+class RequestIds:
+    """Middleware that gives each response the `x-request-id` of its request, or a new one."""
+
+    MAX_LENGTH = 256
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        is_long = len(given) > self.MAX_LENGTH
+        scope["request_id"] = secrets.token_hex(16) if is_long or not given else given
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = scope["request_id"]
+            await send(message)
+
+        if is_long:
+            error = RequestError(f"x-request-id has {len(given)} characters, expected at most {self.MAX_LENGTH}")
+            return await as_response(error)(scope, receive, send_with_id)
+        await self._app(scope, receive, send_with_id)
 
 
 @contextmanager
@@ -301,6 +341,8 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
         "/v1/chat/completions": ("POST", server.chat),
         "/v1/completions": ("POST", server.complete),
         "/v1/models": ("GET", server.models),
+        "/v1/models/{model:path}": ("GET", server.model),  # ids of the hub have a slash
+        "/version": ("GET", server.version),
         "/tokenize": ("POST", server.tokenize),
         "/detokenize": ("POST", server.detokenize),
         "/health": ("GET", server.health),
@@ -324,12 +366,15 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return as_response(RequestError(message, status=error.status_code))
 
-    async def failed(_: Request, error: Exception) -> Response:
-        return as_response(RequestError(f"{type(error).__name__}: {error}", status=500))
+    async def failed(request: Request, error: Exception) -> Response:
+        response = as_response(RequestError(f"{type(error).__name__}: {error}", status=500))
+        response.headers["x-request-id"] = request.scope["request_id"]  # this handler is outside the middleware
+        return response
 
     app.add_exception_handler(RequestError, refused)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(HTTPException, no_such_path)
     app.add_exception_handler(Exception, failed)
+    app.add_middleware(RequestIds)
     app.state.server = server
     return app

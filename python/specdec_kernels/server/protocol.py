@@ -364,10 +364,16 @@ def validate(kind: type[AnyBody], values: Object, settings: Settings) -> AnyBody
         first = error.errors(include_url=False)[0]
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
         raise unexpected(where, first["input"], EXPECTED.get(first["type"], first["msg"])) from error
-    if body.model not in (None, settings.model_name):
-        message = f"model is {shown(body.model)}, expected {shown(settings.model_name)}"
-        raise RequestError(message, "model", status=404, code="model_not_found")
+    if body.model is not None:
+        check_model(body.model, settings)
     return body
+
+
+def check_model(model: str, settings: Settings) -> None:
+    """Refuse another model than the server's."""
+    if model != settings.model_name:
+        message = f"model is {shown(model)}, expected {shown(settings.model_name)}"
+        raise RequestError(message, "model", status=404, code="model_not_found")
 
 
 # --- requests to the engine
