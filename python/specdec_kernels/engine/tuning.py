@@ -19,6 +19,7 @@ from .drafts import Draft
 from .drafts.composition import leaves
 from .drafts.model import ModelDraft
 from .options import TuningSource
+from .text.files import read_text
 
 SCHEMA = 1
 IDENTITY = "draft", "model", "target"  # of a calibration: the draft's class, the names of its model and of the target
@@ -41,7 +42,11 @@ def read_tuning(source: TuningSource, name: str = "Engine: tuning") -> dict[str,
     elif isinstance(source, str | Path):
         what = f"{name} is {source}"
         try:
-            tuning = json.loads(Path(source).read_text("utf-8"))
+            text = read_text(source, name)
+        except UnicodeDecodeError:
+            text = ""
+        try:
+            tuning = json.loads(text)
         except ValueError:
             raise ValueError(f"{what}, which is not JSON, expected {EXPECTED}") from None
     else:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...ngram import NgramIndex
 from ..host_tensors import to_device
+from ..text.files import read_text
 from .base import Draft, DraftBudget, DraftRequest
 from .capabilities import Learner
 from .context import DraftContext
@@ -97,7 +98,7 @@ def file_tokens(file: str | Path, context: DraftContext) -> list[int]:
     if context.tokenizer is None:
         raise ValueError(f"Ngram: corpus is given, expected none ({context.no_tokenizer})")
     try:
-        text = Path(file).read_text("utf-8")
+        text = read_text(file, "Ngram: corpus")
     except UnicodeDecodeError as error:
         raise ValueError(f"Ngram: corpus has {file}, expected text in UTF-8") from error
     tokens: list[int] = context.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
