@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec_kernels.engine import Engine, SamplingParams
+from specdec_kernels.engine import Engine, Ngram, SamplingParams
 from specdec_kernels.engine import startup as opening
 from specdec_kernels.engine.device.prefill_graphs import captured_shapes
 from specdec_kernels.models.backends.attention_hook import hook_rotations, running_hook, use_hook
@@ -183,3 +183,47 @@ def test_rotations_of_one_layer_type_that_change_with_the_length() -> None:
         tokens = engine.generate([prompt], SamplingParams(max_new_tokens=36))[0].tokens
     want = model.generate(torch.tensor([prompt]), max_new_tokens=36, do_sample=False, use_cache=False)
     assert tokens == want[0, 60:].tolist()
+
+
+def test_llama4_scales_queries_by_their_position_after_its_first_floor() -> None:
+    """The text is longer than the self-check, which ends before the first factor that is not 1."""
+    model = tiny_model("llama4_text", floor_scale=64, attn_scale=2.0, eos_token_id=None, attention_chunk_size=32)
+    prompt = torch.randint(5, 150, (70,)).tolist()
+    options: dict[str, Any] = {"max_len": 160, "num_slots": 2, "device": "cpu", "dtype": torch.float32}
+    with Engine(model, draft=Ngram(num_nodes=8), adaptive=False, **options) as engine:
+        tokens = engine.generate([prompt], SamplingParams(max_new_tokens=70))[0].tokens
+    text = torch.tensor([prompt])
+    want = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=70, do_sample=False)
+    assert tokens == want[0, 70:].tolist()
+
+
+class LateScale(torch.nn.Module):
+    """A norm that counts the rows of the pass and of the cache, and doubles its output from the 1000th on."""
+
+    def __init__(self, own: torch.nn.Module) -> None:
+        super().__init__()
+        self.own, self.seen = own, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.seen + torch.arange(x.shape[1])
+        scaled: Tensor = self.own(x) * (1 + rows // 1000)[:, None]
+        return scaled
+
+
+def test_module_that_counts_the_rows_of_its_cache_is_refused() -> None:
+    model = tiny_model("llama", max_position_embeddings=4096)
+    norm = LateScale(model.model.layers[1].input_layernorm)
+    model.model.layers[1].input_layernorm = norm
+
+    def look(body: Any, _: Any, named: dict[str, Any]) -> None:
+        cache = named.get("past_key_values")
+        body.layers[1].input_layernorm.seen = 0 if cache is None else cache.get_seq_length()
+
+    model.model.register_forward_pre_hook(look, with_kwargs=True)
+    with pytest.raises(ValueError) as error:
+        Engine(model, max_len=4096, implementation="transformers", device="cpu", dtype=torch.float32)
+    assert str(error.value) == (
+        "model: LlamaForCausalLM has rows that follow their place in a pass, not their position: what enters the "
+        "attention of model.layers.1.self_attn, expected a decoder with causal attention through transformers' "
+        "attention interface"
+    )

@@ -37,6 +37,18 @@ class MaskKind(NamedTuple):
     size: int = 0
 
 
+class Temperature(NamedTuple):
+    """Factors of queries that rise with their position, as Llama 4 has them (arXiv 2501.19399)."""
+
+    scale: float
+    floor: float  # positions that share a factor
+
+    def scaled(self, q: Tensor, positions: Tensor) -> Tensor:
+        """Return the queries [1, heads, T, D] of these positions [T], rounded as transformers does."""
+        factors = torch.log1p(torch.floor((positions.float() + 1.0) / self.floor)) * self.scale + 1.0
+        return (q * factors[:, None]).to(q.dtype)
+
+
 class AttentionSpec(NamedTuple):
     """What is fixed about one attention call of a pass. Every pass makes the same calls in the same order."""
 
@@ -47,6 +59,7 @@ class AttentionSpec(NamedTuple):
     v_dim: int
     mask: MaskKind
     is_rotated: bool  # a rotation comes just before it that `rope_qkv_write_kv` can do
+    temperature: Temperature | None = None  # which the module leaves to us
 
     @property
     def head_dim(self) -> int:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from ..layers.rope import constant_len
-from .attention_hook import AttentionSpec, UnsupportedModel
+from .attention_hook import AttentionSpec, Temperature, UnsupportedModel
 
 
 def check_serial_state(model: nn.Module, config: Any) -> None:
@@ -52,3 +53,16 @@ def freeze_rotations(model: nn.Module, config: Any, max_len: int) -> None:
             )
         frozen = {layers: "default" if kind in changing else kind for layers, kind in by_layer_type.items()}
         setattr(module, "rope_type", frozen if isinstance(types, dict) else "default")  # noqa: B010
+
+
+def take_temperatures(model: nn.Module) -> dict[nn.Module, Temperature]:
+    """Have Llama 4's attention modules leave the temperature of queries to us, and return it for each.
+
+    They would take the place of a row in the pass for its position.
+    """
+    taken = dict[nn.Module, Temperature]()
+    for module in model.modules():
+        if isinstance(module, Llama4TextAttention) and module.attn_temperature_tuning and not module.use_rope:
+            taken[module] = Temperature(module.attn_scale, module.floor_scale)
+            module.attn_temperature_tuning = False
+    return taken

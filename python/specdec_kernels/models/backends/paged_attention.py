@@ -22,6 +22,7 @@ class PagedPass:
         kv: the pools of each call.
         marker: returned for each mask that the model asks for.
         shape: of the tokens.
+        places: position of each token in its text [T].
         batch: where their rows are.
     """
 
@@ -31,9 +32,11 @@ class PagedPass:
         kv: Sequence[LayerKv],
         marker: Tensor,
         shape: torch.Size,
+        places: Tensor,
         batch: PagedBatch,
     ):
         self._specs, self._kv, self._marker, self._shape, self._batch = specs, kv, marker, shape, batch
+        self._places = places
         self._next = 0
         self._angles: tuple[Tensor, Tensor] | None = None  # cosines and sines, as the model passes them
         # The same for `rope_qkv_write_kv`: a table, and each token's position in it.
@@ -63,6 +66,8 @@ class PagedPass:
         self._next += 1
         scale = options.get("scaling") or k.shape[3] ** -0.5
         sink, soft_cap = options.get("s_aux"), options.get("softcap")
+        if spec.temperature is not None:
+            q = spec.temperature.scaled(q, self._places)
 
         queries = self._rope_and_write(q, k, v, kv) if spec.is_rotated else self._write(q, k, v, kv, spec.head_dim)
         if spec.is_gathered:

@@ -28,10 +28,11 @@ from ..weights.model_config import config_of
 from .attention_hook import NAME, AttentionSpec, UnsupportedModel, hook_rotations, marker_like, use_hook
 from .attention_probe import body_path, probe_pass
 from .base import PagedModel
-from .module_checks import check_convolutions, check_serial_state, freeze_rotations
+from .module_checks import check_convolutions, check_serial_state, freeze_rotations, take_temperatures
 from .module_copy import accepted, replaced_submodule, shared_copy
 from .module_swaps import EXPERTS, ModuleSwaps
 from .paged_attention import PagedPass
+from .place_check import check_places
 from .self_check import check_against_itself
 
 PROBED_TOKENS = 3
@@ -106,9 +107,13 @@ class TransformersLM(PagedModel):
         freeze_rotations(whole, self._config, max_len)
         tokens = torch.zeros(1, PROBED_TOKENS, dtype=torch.long, device=self.device)
         arguments = self._arguments(tokens, torch.arange(PROBED_TOKENS, device=self.device)[None])
+        temperatures = take_temperatures(whole)
         probed = probe_pass(whole, arguments)
-        self.specs: list[AttentionSpec] = probed.specs
+        self.specs: list[AttentionSpec] = [
+            spec._replace(temperature=temperatures.get(spec.module)) for spec in probed.specs
+        ]
         check_convolutions(whole, self.specs)
+        check_places(whole, self._arguments, max_len)
         path = body_path(whole, probed)
         self._body = whole.get_submodule(path)
         self.hidden_size: int = probed.outputs[path].last_hidden_state.shape[-1]  # its layers may have another
@@ -176,7 +181,7 @@ class TransformersLM(PagedModel):
         # Position tables end at max_len. Later rows, of deep nodes and padding, give no token.
         clamped = positions.reshape(1, -1).long().clamp(0, self.max_len - 1)
         arguments = accepted(self._body, self._arguments(tokens.reshape(1, -1).long(), clamped))
-        with use_hook(PagedPass(self.specs, self._kv, self._marker, tokens.shape, batch)):
+        with use_hook(PagedPass(self.specs, self._kv, self._marker, tokens.shape, clamped[0], batch)):
             hidden = self._body(**arguments).last_hidden_state
         features = None
         if self.feature_layers:
