@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,3 +74,16 @@ def test_tensors_under_a_prefix_are_named_as_in_the_folder(tmp_path: Path) -> No
     with pytest.raises(ValueError) as error:
         engine_of(folder, HeadCheckpoint(folder, PREFIX))
     assert str(error.value) == f"EAGLE head: {folder} lacks mtp.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_head_with_quantized_elements_is_refused(dtype: Any, tmp_path: Path) -> None:
+    tensors = random_tensors(bias=False)
+    tensors["lm_head.weight"] = torch.ones(2048, 256, dtype=dtype)
+    folder = write_head(tmp_path / "head", tensors)
+    with pytest.raises(ValueError) as error:
+        engine_of(tiny_model("target"), folder)
+    assert str(error.value) == (
+        f"EAGLE head: {folder} has lm_head.weight of {dtype}, expected one of torch.float32, torch.float16, "
+        "torch.bfloat16 (heads are not dequantized)"
+    )

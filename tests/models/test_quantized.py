@@ -576,3 +576,20 @@ def test_one_pattern_for_the_experts_of_a_layer() -> None:
     assert of_any_expert("model.layers.3.mlp.shared_experts.up_proj.weight_scale") == (
         r"model\.layers\.3\.mlp\.shared_experts\.up_proj\.weight_scale"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("fp8 blocks", "weight_scale_inv"), ("fp8 rows", "weight_scale"), ("fp8 static", "weight_scale")],
+)
+def test_float8_weight_without_its_scale_is_a_missing_tensor(name: str, scale: str, tmp_path: Path) -> None:
+    folder, _ = write_model(tmp_path, name)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"{PROJECTION}.{scale}"]
+    tensors.pop(f"{PROJECTION}.input_scale", None)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    message = f"model: {folder} lacks {PROJECTION}.{scale}, expected every tensor of the model and no other"
+    assert refusal(folder) == message
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert refusal(folder) == message

@@ -16,6 +16,7 @@ from ...plans import HEAD_DIMS
 from ..families import head_dim_of
 from ..language_model import LanguageModel
 from ..weights.checkpoint import readable, some
+from ..weights.loading import DTYPES
 from .base import DraftHead
 from .checkpoint import HeadCheckpoint, OpenCheckpoint, target_ids
 
@@ -106,6 +107,12 @@ def load_checkpoint(kind: type[H], source: str | Path | HeadCheckpoint, target: 
     name, config = checkpoint.name, checkpoint.config()
     kind.check_config(config)
     tensors, stored_name = checkpoint.tensors()
+    for key, tensor in tensors.items():
+        if key not in ("d2t", "t2d") and tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{name}: {checkpoint.folder} has {stored_name(key)} of {tensor.dtype}, expected one of "
+                f"{', '.join(map(str, DTYPES))} (heads are not dequantized)"
+            )
     check_head(name, config, tensors, target)
     d2t = tensors.pop("d2t", None)
     tensors.pop("t2d", None)  # the inverse of d2t, as a bit per target token

@@ -117,6 +117,22 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return weight_map(file) if file.suffix == ".json" else dict.fromkeys(tensor_names(folder), file.name)
 
 
+def float8_tensors(folder: Path) -> set[str]:
+    """Return the names of the tensors in one of the float8 dtypes, without reading any."""
+    found = set[str]()
+    files = tensor_files(folder)
+    for file in sorted(set(files.values())):
+        path = folder / file
+        if path.suffix == ".safetensors":
+            with readable(path), safe_open(path, "pt") as tensors:
+                names = {name for name in tensors.keys() if tensors.get_slice(name).get_dtype().startswith("F8")}  # noqa: SIM118
+        else:
+            stored = unpickled(path, "meta").items()
+            names = {name for name, tensor in stored if tensor.is_floating_point() and tensor.dtype.itemsize == 1}
+        found |= {name for name in names if files.get(name) == file}
+    return found
+
+
 def load_tensors(folder: Path, wanted: Callable[[str], object] = ALL) -> dict[str, Tensor]:
     """Return the tensors with wanted names that transformers would load.
 

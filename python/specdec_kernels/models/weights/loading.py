@@ -22,9 +22,10 @@ from transformers import (
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ..layers.moe import QuantizedExperts
-from ..layers.quantized import QuantizedLinear
+from ..layers.quantized import Fp8Weight, QuantizedLinear
 from .adapters import merge_adapter
-from .checkpoint import local_folder, some, tensor_names
+from .checkpoint import float8_tensors, local_folder, some, tensor_names
+from .formats import Scheme
 from .kv_scales import SCALE_NAME
 from .model_config import is_mxfp4, scheme_in
 from .quantized_loading import STORED_BY, QuantizedLinearsConfig, known_as, load_quantized, of_any_expert
@@ -157,7 +158,22 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str, draft_prefixe
         faults.append(f"has {tensor} of shape {list(got)}, expected {list(expected)}")
     if faults:
         raise ValueError(f"{name}: {source} {' and '.join(faults)}, expected every tensor of the model and no other")
+    if scheme is not None:
+        check_scales(scheme, (float8_tensors(folder) & names) - theirs, f"{name}: {source}")
     return model
+
+
+def check_scales(scheme: Scheme, others: set[str], what: str) -> None:
+    """Refuse float8 tensors that belong to no quantized linear: their elements mean nothing without scales.
+
+    Raises:
+        ValueError: what is missing next to one, or that its dtype is none of the format's.
+    """
+    for tensor in sorted(others):
+        path = tensor.removesuffix(".weight")
+        if scheme.kept is Fp8Weight and path != tensor:
+            raise ValueError(f"{what} lacks {path}.{scheme.marks}, expected every tensor of the model and no other")
+        raise ValueError(f"{what} has {tensor} in float8, expected float32, float16 or bfloat16")
 
 
 def keep_text_only(model: Any) -> None:
