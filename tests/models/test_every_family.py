@@ -113,6 +113,11 @@ def test_experts_have_the_activation_of_their_config(case: str, device: torch.de
         ("falcon", {"alibi": True}, 64, "model: alibi is True, expected False (scores that fall with the distance)"),
         ("gemma3", {"use_bidirectional_attention": True}, 64,
          "model: use_bidirectional_attention is set, expected causal attention"),
+        ("gemma", {"use_bidirectional_attention": True}, 64,
+         "model: use_bidirectional_attention is set, expected causal attention"),
+        ("smollm3", {"use_sliding_window": False, "layer_types": ["sliding_attention", "full_attention"] * 2}, 64,
+         "model: use_sliding_window is False next to layer_types with 'sliding_attention', expected True or "
+         "'full_attention' alone"),
         ("phi3 longrope", {}, 129,
          "model: rope_type is 'longrope', whose angles depend on a sequence's length beyond "
          "original_max_position_embeddings=128, expected max_len of at most that (it is 129)"),

@@ -61,6 +61,8 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 32, "aux_hidden_state_layer_ids": [0, 3, 4]},
         {"layers": 2},
     ),
+    "half rotated": (True, {"partial_rotary_factor": 0.5}, {}),
+    "mrope": (False, {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}, {}),
     "eagle with heads of 96": (False, {"head_dim": 96}, {"layers": 2}),
     "eagle of two layers": (False, {}, {"layers": 2, "fc_bias": True}),
     "eagle with a norm": (False, {}, {"first_norm": True, "qk_norm": True}),
@@ -140,11 +142,11 @@ class Reference:
         return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.t[f"{name}.weight"]
 
     def rotate(self, x: Tensor) -> Tensor:
-        half = self.head_dim // 2
+        half = int(self.head_dim * self.config.get("partial_rotary_factor", 1)) // 2
         angles = torch.arange(len(x))[:, None] * 10000.0 ** (-torch.arange(half).double() / half)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        first, second, rest = x.split([half, half, self.head_dim - 2 * half], dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
     def attended(self, index: int, x: Tensor) -> Tensor:
         name = f"layers.{index}.self_attn."
@@ -258,6 +260,30 @@ def test_chains_are_those_of_the_variant(variant: str, tmp_path: Path, monkeypat
     }
     right = [(length, *chain) in wanted or (length,) in wanted for length, chain in drafted]
     assert len(right) >= 12 and all(right), right
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"eagle_aux_hidden_state_layer_ids": [0, 2.5, 3]},
+            "EAGLE-3 head: feature layers are (0, 2.5, 3), expected integers",
+        ),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1.5, 3]}},
+            "EAGLE-3 head: feature layers are (0, 1.5, 3), expected integers",
+        ),
+        (
+            {"partial_rotary_factor": 0},
+            "EAGLE-3 head: partial_rotary_factor is 0, expected a number above 0 and at most 1 ({folder})",
+        ),
+    ],
+)
+def test_entry_that_is_no_layer_or_part_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "head", LAYER_CONFIG | changes, random_head(True, {}))
+    with pytest.raises(ValueError) as error:
+        engine_of(Eagle3(folder, num_steps=STEPS, topk=1))
+    assert str(error.value) == message.format(folder=folder)
 
 
 @pytest.mark.parametrize("kind", ["list", "tensor"])

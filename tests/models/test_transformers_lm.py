@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -195,6 +196,31 @@ def test_llama4_scales_queries_by_their_position_after_its_first_floor() -> None
     text = torch.tensor([prompt])
     want = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=70, do_sample=False)
     assert tokens == want[0, 70:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        (  # whose positions begin at 2 in `generate`
+            "kosmos-2.5", {},
+            "gives other logits with its own cache than without, 1 of their spread apart, expected at most 0.002 "
+            "(what it generates is not what it scores)",
+        ),
+        (  # whose window is its cache's alone
+            "moshi", {"sliding_window": 40},
+            "attends to all rows without a cache and to the last 40 with its own (max_len is 64), expected a decoder "
+            "with causal attention through transformers' attention interface",
+        ),
+    ],
+)  # fmt: skip
+def test_model_whose_generate_computes_something_else_is_refused(
+    model_type: str, changes: dict[str, Any], reason: str
+) -> None:
+    model = tiny_model(model_type, **changes)
+    with pytest.raises(ValueError) as error:
+        Engine(model, max_len=64, device="cpu", dtype=torch.float32)
+    message = re.sub(r"[\d.e-]+ of their", "1 of their", str(error.value))
+    assert message == f"model: {type(model).__name__} {reason}"
 
 
 class LateScale(torch.nn.Module):

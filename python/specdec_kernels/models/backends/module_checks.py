@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from transformers import DynamicCache
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from ..layers.rope import constant_len
@@ -53,6 +54,19 @@ def freeze_rotations(model: nn.Module, config: Any, max_len: int) -> None:
             )
         frozen = {layers: "default" if kind in changing else kind for layers, kind in by_layer_type.items()}
         setattr(module, "rope_type", frozen if isinstance(types, dict) else "default")  # noqa: B010
+
+
+def check_cached_windows(specs: Sequence[AttentionSpec], config: Any, max_len: int) -> None:
+    """Refuse a model that attends to more rows without a cache than its own cache keeps: its texts are two."""
+    cached = DynamicCache(config=config).layers
+    for spec in specs:
+        index = getattr(spec.module, "layer_idx", None)
+        kept = getattr(cached[index], "sliding_window", None) if index is not None and index < len(cached) else None
+        if kept is not None and kept < max_len and spec.mask.kind != "chunk" and (spec.window or max_len) > kept:
+            seen = f"the last {spec.window} rows" if spec.window else "all rows"
+            raise UnsupportedModel(
+                f"attends to {seen} without a cache and to the last {kept} with its own (max_len is {max_len})"
+            )
 
 
 def take_temperatures(model: nn.Module) -> dict[nn.Module, Temperature]:

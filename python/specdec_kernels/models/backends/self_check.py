@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from ...ops import build_tree_from_parents
 from ..language_model import LanguageModel
@@ -101,7 +102,19 @@ def run(model: Any, sequence: Tensor, begin: int, **options: Any) -> Any:
         "attention_mask": torch.ones_like(sequence),
         "position_ids": positions[:, begin:],
     }
+    if not keeps_positions(model, arguments | {"input_ids": sequence, "position_ids": positions}):
+        del arguments["position_ids"]
     return model(**accepted(model, arguments | options))
+
+
+def keeps_positions(model: Any, arguments: dict[str, Any]) -> bool:
+    """Return whether `generate` of transformers passes position ids on; some models count from another number."""
+    if type(model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
+        return True
+    try:
+        return "position_ids" in model.prepare_inputs_for_generation(**arguments)
+    except Exception:  # it wants what `generate` alone has
+        return True
 
 
 def tree_logits(lm: LanguageModel, tokens: Tensor, prefix: int, parents: list[int]) -> Tensor:

@@ -28,7 +28,13 @@ from ..weights.model_config import config_of
 from .attention_hook import NAME, AttentionSpec, UnsupportedModel, hook_rotations, marker_like, use_hook
 from .attention_probe import body_path, probe_pass
 from .base import PagedModel
-from .module_checks import check_convolutions, check_serial_state, freeze_rotations, take_temperatures
+from .module_checks import (
+    check_cached_windows,
+    check_convolutions,
+    check_serial_state,
+    freeze_rotations,
+    take_temperatures,
+)
 from .module_copy import accepted, replaced_submodule, shared_copy
 from .module_swaps import EXPERTS, ModuleSwaps
 from .paged_attention import PagedPass
@@ -113,6 +119,7 @@ class TransformersLM(PagedModel):
             spec._replace(temperature=temperatures.get(spec.module)) for spec in probed.specs
         ]
         check_convolutions(whole, self.specs)
+        check_cached_windows(self.specs, self._config, max_len)
         check_places(whole, self._arguments, max_len)
         path = body_path(whole, probed)
         self._body = whole.get_submodule(path)

@@ -16,6 +16,11 @@ from .llama import Llama
 class Gemma(Llama):
     model_type = "gemma"
 
+    def check(self, name: str = "model") -> None:
+        super().check(name)
+        if getattr(self.config, "use_bidirectional_attention", None):
+            raise ValueError(f"{name}: use_bidirectional_attention is set, expected causal attention")
+
     def embedding(self, module: Any) -> Embedding:
         weight = module.weight.detach()  # the scale is rounded to its dtype, as in training
         return Embedding(weight, torch.tensor(self.config.hidden_size**0.5, dtype=weight.dtype).item())

@@ -17,11 +17,6 @@ from .gemma import Gemma
 class Gemma2(Gemma):
     model_type = "gemma2"
 
-    def check(self, name: str = "model") -> None:
-        super().check(name)
-        if getattr(self.config, "use_bidirectional_attention", None):
-            raise ValueError(f"{name}: use_bidirectional_attention is set, expected causal attention")
-
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.input_layernorm),

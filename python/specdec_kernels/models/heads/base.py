@@ -104,6 +104,17 @@ class AttentionParameters(nn.Module):
             self.add_module(norm, LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps))
 
 
+def rotated_part(config: Any) -> Any:
+    """Return a config whose heads are the rotated elements of this one's: Llama's plain rotation takes them all."""
+    parameters = config.rope_parameters
+    factor = parameters.get("partial_rotary_factor", 1.0)
+    if factor == 1 or parameters["rope_type"] != "default":
+        return config
+    config = copy(config)
+    config.head_dim = int(head_dim_of(config) * factor)
+    return config
+
+
 class DraftHead(nn.Module):
     """A head that predicts token i+2 from token i+1 and a feature of position i.
 
@@ -167,7 +178,7 @@ class DraftHead(nn.Module):
 
     def _make_layers(self) -> list[Layer]:
         device = self.embed_tokens.weight.device
-        rotation = Rope.of(LlamaRotaryEmbedding(self.config), self._max_len, device)
+        rotation = Rope.of(LlamaRotaryEmbedding(rotated_part(self.config)), self._max_len, device)
         heads = HeadLayout(head_dim_of(self.config), rotation)
         return [self._layer(index, module, heads) for index, module in enumerate(self.layers)]
 

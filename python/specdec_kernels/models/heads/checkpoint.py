@@ -114,7 +114,25 @@ class OpenCheckpoint:
         if layer is not values:
             layer = AutoConfig.for_model(**({"model_type": "llama"} | layer)).to_dict()
         others: dict[str, Any] = {key: value for key, value in values.items() if key != "transformer_layer_config"}
-        return LlamaConfig.from_dict(others | layer | {"model_type": "llama"})
+        config = LlamaConfig.from_dict(with_plain_rope(others | layer | {"model_type": "llama"}))
+        factor = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
+            raise ValueError(
+                f"{self.name}: partial_rotary_factor is {factor!r}, expected a number above 0 and at most 1 "
+                f"({self.folder})"
+            )
+        return config
+
+
+def with_plain_rope(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a config's entries with a plain rotation in place of one by three axes, which are equal for text."""
+    plain = dict(values)
+    for key in ("rope_scaling", "rope_parameters"):
+        given = values.get(key)
+        if isinstance(given, dict) and "mrope" in (given.get("rope_type"), given.get("type")):
+            kept = {name: value for name, value in given.items() if not name.startswith("mrope") and name != "type"}
+            plain[key] = kept | {"rope_type": "default"}
+    return plain
 
 
 def short_name(key: str, prefix: str = "") -> str:

@@ -55,6 +55,8 @@ def feature_layers(config: Any, num_target_layers: int) -> tuple[int, ...]:
         config, "aux_hidden_state_layer_ids", None
     )
     left = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+    if any(type(layer) is not int for layer in entered or left or ()):
+        raise ValueError(f"EAGLE-3 head: feature layers are {tuple(entered or left or ())}, expected integers")
     if entered:
         layers = tuple(entered)
     elif left:
