@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +10,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from threading import Barrier
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from specdec_kernels.engine import Engine, Ngram, SamplingParams
@@ -253,3 +256,49 @@ def test_module_that_counts_the_rows_of_its_cache_is_refused() -> None:
         "attention of model.layers.1.self_attn, expected a decoder with causal attention through transformers' "
         "attention interface"
     )
+
+
+def test_transformers_engine_is_freed_without_the_garbage_collector() -> None:
+    options = ModelOptions(
+        max_len=32, num_pages=4, page_size=8, dtype=torch.float32, device=torch.device("cpu"), feature_layers=(1, 4)
+    )
+    lm = open_language_model(tiny_model("llama", **NATIVE), options, "transformers")
+    modules = [ref(lm), *map(ref, lm._body.modules())]  # type: ignore[attr-defined]
+    gc.collect()
+    gc.disable()
+    try:
+        del lm
+        assert [module() for module in modules if module() is not None] == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen"])
+def test_module_that_is_not_made_as_its_family_reads_it_is_refused(model_type: str) -> None:
+    model = tiny_model(model_type)
+    for module in model.modules():
+        vars(module).get("_buffers", {}).pop("embed_positions", None)
+    with pytest.raises(ValueError) as error:
+        Engine(model, max_len=64, device="cpu", dtype=torch.float32)
+    assert re.sub(r"\(.*\)", "(...)", str(error.value)) == (
+        f"model: {type(model).__name__} of transformers {transformers.__version__} is not made as our layers read it "
+        "(...), expected implementation='transformers' for it"
+    )
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen"])
+def test_rotations_of_all_layers_are_found_where_transformers_5_24_has_them(model_type: str) -> None:
+    model = tiny_model(model_type)
+    body = model.get_decoder()
+    table = body.h[0].attn.embed_positions if hasattr(body.h[0].attn, "embed_positions") else None
+    prompt = list(range(5, 25))
+    options: dict[str, Any] = {"max_len": 64, "device": "cpu", "dtype": torch.float32, "implementation": "native"}
+    text = torch.tensor([prompt])
+    want = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=12, do_sample=False)
+    if table is not None:
+        body.rotary_emb = torch.nn.Module()
+        body.rotary_emb.register_buffer("embed_positions", table)
+        for layer in body.h:
+            del layer.attn.embed_positions
+    with Engine(model, **options) as engine:
+        assert engine.generate([prompt], SamplingParams(max_new_tokens=12))[0].tokens == want[0, 20:].tolist()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class ModuleSwaps:
     def __init__(self, model: nn.Module, widths: dict[nn.Module, int]) -> None:
         self.counts: Counter[str] = Counter()
         self._makers: list[Callable[[], RMSNorm | GatedMLP]] = []
+        self._parts: list[RMSNorm | GatedMLP] = []
         like = next(model.parameters()).detach()
         with torch.inference_mode(False), torch.no_grad():
             for module, width in widths.items():
@@ -61,14 +63,14 @@ class ModuleSwaps:
                     self._makers.append(maker)
             for module in model.modules():
                 if type(module) is nn.Linear:
-                    module.forward = partial(_linear, module)  # type: ignore[method-assign]
+                    module.forward = partial(_linear, ref(module))  # type: ignore[method-assign]
                     self.counts["linears"] += 1
             self.make()
 
     @torch.no_grad()
     def make(self) -> None:
         """Make our layers from the parameters that the modules have now."""
-        self._parts = [maker() for maker in self._makers]
+        self._parts[:] = [maker() for maker in self._makers]
 
     def drop(self) -> None:
         """Let go of the parameters; no pass may run until `make`."""
@@ -80,14 +82,18 @@ class ModuleSwaps:
         write_over(self._parts, [maker() for maker in self._makers])
 
     def _swap(self, module: nn.Module, index: int, width: int, dtype: torch.dtype) -> None:
-        """Swap for rows of this width and dtype; the module runs others itself, and calls with more arguments."""
-        own = module.forward
+        """Swap for rows of this width and dtype; the module runs others itself, and calls with more arguments.
+
+        Nothing here holds the module: a cycle would keep its weights until the garbage collector runs.
+        """
+        own, itself, kind = vars(module).get("forward"), ref(module), type(module)
+        parts = self._parts
 
         def forward(*arguments: Any, **named: Any) -> Any:
             if len(arguments) == 1 and not named and arguments[0].dtype == dtype and arguments[0].shape[-1] == width:
-                part = self._parts[index]
+                part = parts[index]
                 return part(arguments[0]) if isinstance(part, RMSNorm) else _mlp(part, arguments[0])
-            return own(*arguments, **named)
+            return own(*arguments, **named) if own is not None else kind.forward(itself(), *arguments, **named)
 
         module.forward = forward
 
@@ -96,8 +102,10 @@ def _mlp(part: GatedMLP, x: Tensor) -> Tensor:
     return part.output(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
+def _linear(module: ref[nn.Linear], x: Tensor) -> Tensor:
     """Multiply by the parameters that the module has now: fusing may have moved them."""
+    linear = module()
+    assert linear is not None  # it runs
     if x.dtype != linear.weight.dtype:
         return functional.linear(x, linear.weight, linear.bias)  # raises torch's own error
     return linear_of(linear)(x)

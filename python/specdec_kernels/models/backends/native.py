@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -34,6 +36,22 @@ def check_supported(config: PretrainedConfig, max_len: int, name: str = "model")
     return family
 
 
+def read_decoder(family: Family, model: Any, options: ModelOptions) -> Decoder:
+    """Return the decoder that a family makes of a module.
+
+    Raises:
+        ValueError: the module is not made as the family reads it; or what the family refuses.
+    """
+    try:
+        return family.decoder(model, options.max_len, options.device)
+    except (AttributeError, LookupError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{options.name}: {type(model).__name__} of transformers {transformers.__version__} is not made as our "
+            f"layers read it ({type(error).__name__}: {reason}), expected implementation='transformers' for it"
+        ) from error
+
+
 class CausalLM(PagedModel):
     """The model with its KV pools, and one forward pass for every purpose (prefill, tree, draft step).
 
@@ -46,6 +64,8 @@ class CausalLM(PagedModel):
     Raises:
         ValueError: an architecture or head dimension that is not supported; what `models.weights.loading` refuses.
     """
+
+    decoder: Decoder
 
     def __init__(self, model: str | Path | nn.Module, options: ModelOptions) -> None:
         whole_config = config_of(model, options.name)
@@ -66,7 +86,7 @@ class CausalLM(PagedModel):
         place(self.model, options.dtype, options.device)
         self._family = family
         self.max_len = options.max_len
-        self.decoder: Decoder = family.decoder(self.model, options.max_len, options.device)
+        self.decoder = read_decoder(family, self.model, options)
         self.feature_layers = tuple(options.feature_layers)
         self._kept_layers = sorted(set(options.feature_layers))
         self._make_pools(model, kv_layouts_of(self._mixers), options)

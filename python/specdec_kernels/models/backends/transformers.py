@@ -140,17 +140,17 @@ class TransformersLM(PagedModel):
 
     def _keep_features(self) -> None:
         """Register hooks that keep the states entering the feature layers while a pass runs."""
-        layers = self._layers()
+        layers, features = self._layers(), self._features  # the hooks hold no more than these: no cycle
         count = len(layers)
 
         def keep(index: int) -> Callable[..., None]:
             def entering(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-                self._features[index] = arguments[0] if arguments else named["hidden_states"]
+                features[index] = arguments[0] if arguments else named["hidden_states"]
 
             return entering
 
         def leaving(_: nn.Module, __: Any, output: Any) -> None:
-            self._features[count] = output if isinstance(output, Tensor) else output[0]
+            features[count] = output if isinstance(output, Tensor) else output[0]
 
         for index in set(self.feature_layers):
             if index < count:

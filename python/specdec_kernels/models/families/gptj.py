@@ -24,8 +24,8 @@ class GptJ(Llama):
     layers_name = "h"
 
     def rotary(self, body: Any) -> Any:
-        """Return the table that each layer has: for each position the sines of its angles, then their cosines."""
-        return body.h[0].attn.embed_positions
+        """Return the table of each position's sines and cosines: of all layers since transformers 5.24, or of each."""
+        return getattr(body, "rotary_emb", body.h[0].attn).embed_positions
 
     def head_layout(self, rotary: Any, kind: str | None, max_len: int, device: torch.device) -> HeadLayout:
         sin, cos = rotary.to(device, torch.float32).chunk(2, -1)
