@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from specdec_kernels.engine import Eagle, Engine, HeadCheckpoint, SamplingParams
 from specdec_kernels.tiny import tiny_model
-from support.eagle_heads import random_tensors, write_head, write_target_with_head
+from support.eagle_heads import CONFIG, random_tensors, write_head, write_target_with_head
 from support.tiny_checkpoint import held_out
 
 PREFIX = "mtp."
@@ -74,6 +76,39 @@ def test_tensors_under_a_prefix_are_named_as_in_the_folder(tmp_path: Path) -> No
     with pytest.raises(ValueError) as error:
         engine_of(folder, HeadCheckpoint(folder, PREFIX))
     assert str(error.value) == f"EAGLE head: {folder} lacks mtp.layers.0.mlp.up_proj.weight"
+
+
+def nested(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write as vLLM does: the layers' config is within `model`."""
+    write_head(folder, tensors)
+    (folder / "config.json").write_text(json.dumps({"model_type": "eagle", "model": CONFIG}))
+
+
+def first_speculators(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write as the first versions of speculators did."""
+    names = {name: name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc.") for name in tensors}
+    write_head(folder, {names[name]: tensor for name, tensor in tensors.items()})
+    config = {"speculators_model_type": "eagle", "transformer_layer_config": CONFIG}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("write", [nested, first_speculators])
+def test_head_in_an_older_format_drafts_as_in_the_common_one(write: Any, tmp_path: Path) -> None:
+    tensors = random_tensors(bias=True)
+    with engine_of(tiny_model("target"), write_head(tmp_path / "head", tensors)) as engine:
+        expected = texts_and_rounds(engine)
+    write(tmp_path / "other", tensors)
+    with engine_of(tiny_model("target"), tmp_path / "other") as engine:
+        assert texts_and_rounds(engine) == expected
+
+
+def test_missing_tensor_of_an_older_format_has_the_folder_s_name(tmp_path: Path) -> None:
+    tensors = random_tensors(bias=False)
+    del tensors["layers.0.mlp.up_proj.weight"]
+    first_speculators(tmp_path / "head", tensors)
+    with pytest.raises(ValueError) as error:
+        engine_of(tiny_model("target"), tmp_path / "head")
+    assert str(error.value) == f"EAGLE head: {tmp_path / 'head'} lacks transformer.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)

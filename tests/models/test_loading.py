@@ -570,3 +570,14 @@ def test_what_transformers_keeps_in_float32_stays_in_it(tmp_path: Path) -> None:
     kinds = {name: parameter.dtype for name, parameter in module.named_parameters()}
     assert set(kinds.values()) == {torch.bfloat16, torch.float32}
     assert {name: parameter.dtype for name, parameter in model.named_parameters()} == kinds
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_gguf_file_is_refused_with_how_to_convert_it(as_folder: bool, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert refusal(tmp_path if as_folder else file) == (
+        f"Engine: model: {file} is a GGUF file, expected a folder with config.json and safetensors "
+        f"(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, gguf_file='model.gguf').save_pretrained(folder) of "
+        "transformers writes one, and AutoTokenizer the same way)"
+    )

@@ -14,7 +14,10 @@ from transformers import AutoConfig, LlamaConfig
 
 from ..weights.checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, tensor_names
 
-LAYER = re.compile(r"(?:midlayer|layers\.(\d+))\.")
+LAYER = re.compile(r"(?:midlayer|transformer|layers\.(\d+))\.")
+
+# Other names of a head's own parts: EAGLE-3's paper has "midlayer", the first format of speculators the others.
+OWN_NAMES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
 
 # Tensors that a head does not compute with: rotations, which follow from the config, and speculators' copies of the
 # target's modules, for training.
@@ -87,33 +90,35 @@ class OpenCheckpoint:
         if sorted(layers.values()) != list(range(len(layers))) or not layers:
             found = ", ".join(sorted(layer.rstrip(".") for layer in layers)) or "no layer"
             raise ValueError(f"{self.name}: {self.folder} has {found}, expected layers from layers.0 on, none missing")
-        first = "midlayer." if "midlayer." in layers else "layers.0."
+        others = {own: other for other, own in OWN_NAMES.items() if any(name.startswith(other) for name in short)}
 
         def stored_name(own: str) -> str:
-            return self.prefix + re.sub(r"^layers\.0\.", first, own)
+            begin = next((begin for begin in others if own.startswith(begin)), "")
+            return self.prefix + others.get(begin, "") + own.removeprefix(begin)
 
         return {own_name(key, self.prefix): tensor for key, tensor in tensors.items()}, stored_name
 
     def config(self) -> LlamaConfig:
         """Return the config of the head's layers, together with the head's own entries.
 
-        In the format of speculators (`speculators_model_type`) the layers' part is `transformer_layer_config`; entries
-        that it leaves out have the defaults of its own model type.
+        In the format of speculators (`speculators_model_type`) the layers' part is `transformer_layer_config`, and in
+        vLLM's it is `model`; entries that it leaves out have the defaults of its own model type.
 
         Raises:
             ValueError: an entry that is no config, or a size that is no positive number.
         """
         values = read_json(self.folder / "config.json")
-        layer = values.get("transformer_layer_config", values)
+        inner = next((key for key in ("transformer_layer_config", "model") if key in values), "")
+        layer = values.get(inner, values)
         if not isinstance(layer, dict):
-            raise ValueError(f"{self.name}: {self.folder} has transformer_layer_config {layer!r}, expected a config")
+            raise ValueError(f"{self.name}: {self.folder} has {inner} {layer!r}, expected a config")
         for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
             value = layer.get(size, 1)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{self.name}: {size} is {value!r}, expected a number from 1 on ({self.folder})")
         if layer is not values:
             layer = AutoConfig.for_model(**({"model_type": "llama"} | layer)).to_dict()
-        others: dict[str, Any] = {key: value for key, value in values.items() if key != "transformer_layer_config"}
+        others: dict[str, Any] = {key: value for key, value in values.items() if key != inner}
         config = LlamaConfig.from_dict(with_plain_rope(others | layer | {"model_type": "llama"}))
         factor = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
@@ -141,11 +146,10 @@ def short_name(key: str, prefix: str = "") -> str:
 
 
 def own_name(key: str, prefix: str = "") -> str:
-    """Return the head's own name of a checkpoint's tensor, which is that of speculators.
-
-    EAGLE-3's paper writes "midlayer" for "layers.0".
-    """
-    return re.sub(r"^midlayer\.", "layers.0.", short_name(key, prefix))
+    """Return the head's own name of a checkpoint's tensor, which is that of speculators."""
+    name = short_name(key, prefix)
+    begin = next((begin for begin in OWN_NAMES if name.startswith(begin)), "")
+    return OWN_NAMES.get(begin, "") + name.removeprefix(begin)
 
 
 def target_ids(name: str, d2t: Tensor, draft_vocab: int, vocab: int) -> Tensor:

@@ -38,10 +38,24 @@ MEDUSA = Kind("heads of Medusa", None)
 UNKNOWN = Kind("of no known kind", None)
 
 
+def expect_no_gguf(path: Path, name: str) -> None:
+    """Raise a ValueError for a GGUF file, or a folder of such files alone, that says how to convert it."""
+    file = path if path.suffix == ".gguf" else None
+    if path.is_dir() and not (path / "config.json").exists():
+        file = next(iter(sorted(path.glob("*.gguf"))), None)
+    if file is not None:
+        call = f"AutoModelForCausalLM.from_pretrained({str(file.parent)!r}, gguf_file={file.name!r})"
+        raise ValueError(
+            f"{name}: {file} is a GGUF file, expected a folder with config.json and safetensors "
+            f"({call}.save_pretrained(folder) of transformers writes one, and AutoTokenizer the same way)"
+        )
+
+
 def expect_folder(model: str | Path | nn.Module, name: str) -> None:
     """Raise a FileNotFoundError for a path (no hub id, no module) that is no folder."""
     if isinstance(model, nn.Module):
         return
+    expect_no_gguf(Path(model), name)
     text = str(model)
     meant = isinstance(model, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1
     if meant and not Path(text).is_dir():
@@ -58,7 +72,10 @@ def local_folder(model: str | Path, name: str) -> Path:
 
 def expect_kind(model: str | Path | nn.Module, wanted: Kind, name: str) -> None:
     """Raise a ValueError for a folder (no hub id, no module) that holds something else than `wanted`."""
-    if isinstance(model, nn.Module) or not Path(model).is_dir():
+    if isinstance(model, nn.Module):
+        return
+    expect_no_gguf(Path(model), name)
+    if not Path(model).is_dir():
         return
     kind = kind_of(Path(model))
     if kind in (wanted, UNKNOWN):
@@ -95,7 +112,7 @@ def kind_of(folder: Path) -> Kind:
         return DSPARK
     if {"fc.weight", "hidden_norm.weight"} <= names:
         return DFLASH
-    if "fc.weight" in names:
+    if not names.isdisjoint({"fc.weight", "fusion_fc.weight"}):
         return EAGLE
     return LANGUAGE_MODEL if {"norm.weight", "layers.0.input_layernorm.weight"} <= names else UNKNOWN
 
