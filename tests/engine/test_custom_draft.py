@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specdec_kernels import Candidates
+from specdec_kernels import Candidates, Tree
 from specdec_kernels.engine import (
     Committed,
     Draft,
@@ -33,7 +34,8 @@ from specdec_kernels.engine import (
 )
 from specdec_kernels.engine.drafts import DraftContext
 from specdec_kernels.engine.drafts.composition import having, leaves, restore_slot, save_slot, walk
-from specdec_kernels.engine.drafts.proposal import DrawnFrom, scored_tree_of
+from specdec_kernels.engine.drafts.ngram import file_tokens
+from specdec_kernels.engine.drafts.proposal import DrawnFrom, ScoredTree, scored_tree_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.recording_heads import DepthDraft
@@ -371,6 +373,134 @@ def test_proposals_of_other_kinds_are_refused_by_name(value: Any, message: str, 
     assert str(error.value) == message
 
 
+Change = Callable[[Tensor, Tree, Tensor], Tree]
+
+
+def foreign_token(roots: Tensor, tree: Tree, victim: Tensor) -> Tree:
+    return tree._replace(tokens=torch.where(victim & (tree.positions > tree.positions[:, :1]), 10**6, tree.tokens))
+
+
+def negative_token(roots: Tensor, tree: Tree, victim: Tensor) -> Tree:
+    return tree._replace(tokens=torch.where(victim & (tree.positions > tree.positions[:, :1]), -1, tree.tokens))
+
+
+def other_root(roots: Tensor, tree: Tree, victim: Tensor) -> Tree:
+    is_root = torch.arange(tree.tokens.shape[1], device=roots.device) == 0
+    return tree._replace(tokens=torch.where(victim & is_root, (tree.tokens + 1) % 500, tree.tokens))
+
+
+def later_positions(roots: Tensor, tree: Tree, victim: Tensor) -> Tree:
+    return tree._replace(positions=tree.positions + victim)
+
+
+def flat_positions(roots: Tensor, tree: Tree, victim: Tensor) -> Tree:
+    return tree._replace(positions=torch.where(victim, tree.positions[:, :1], tree.positions))
+
+
+def more_nodes(roots: Tensor, tree: Tree, victim: Tensor) -> Tree:
+    return tree._replace(num_nodes=torch.where(victim[:, 0], tree.tokens.shape[1] + 1, tree.num_nodes))
+
+
+def no_nodes(roots: Tensor, tree: Tree, victim: Tensor) -> Tree:
+    return tree._replace(num_nodes=tree.num_nodes.masked_fill(victim[:, 0], 0))
+
+
+def own_parents(roots: Tensor, tree: Tree, victim: Tensor) -> Tree:
+    nodes = torch.arange(tree.tokens.shape[1], dtype=torch.int32, device=roots.device)
+    return tree._replace(parents=torch.where(victim, nodes, tree.parents))
+
+
+class Trees(Bigrams):  # type: ignore[misc, valid-type]
+    """Proposes trees of its own; those of the first slot are changed."""
+
+    def __init__(self, change: Change | None) -> None:
+        self.change = change
+
+    def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+        proposal: Proposal = super().propose(slots, budget)
+        tree, scores = scored_tree_of(proposal.drafts, slots, budget.num_nodes, self.state)
+        if self.change and budget.num_nodes > 1:
+            tree = self.change(self.state.root_tokens, tree, (slots == 0)[:, None])
+        return proposal._replace(drafts=ScoredTree(tree, scores))
+
+
+def expect_first_request_ends_with_bad_tree(draft: Draft, device: torch.device) -> None:
+    want = make_engine(None, device).generate([prompts()[6], prompts()[0]], SamplingParams(NEW_TOKENS))
+    with closing(make_engine(draft, device, adaptive=False)) as engine:
+        requests = engine.submit_many([prompts()[6], prompts()[0]], SamplingParams(NEW_TOKENS))
+        with pytest.raises(RuntimeError, match="BAD_TREE"):
+            requests[0].result()
+        assert requests[1].result().tokens == want[1].tokens
+        so_far = requests[0].output.tokens
+        assert so_far == want[0].tokens[: len(so_far)]
+
+
+def test_trees_of_an_own_draft_keep_the_text(device: torch.device) -> None:
+    outputs = expect_plain_texts(make_engine(Trees(None), device, adaptive=False))
+    assert accept_length(outputs) > 1.2
+
+
+@pytest.mark.parametrize("in_union", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [foreign_token, negative_token, other_root, later_positions, flat_positions, more_nodes, no_nodes, own_parents],
+)
+def test_tree_that_would_change_the_text_ends_its_request(change: Change, in_union: bool, device: torch.device) -> None:
+    draft = Trees(change)
+    expect_first_request_ends_with_bad_tree(Union(draft, Bigrams(), num_nodes=8) if in_union else draft, device)
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, 2**31 - 1])
+def test_candidate_outside_the_vocabulary_ends_its_request(token: int, device: torch.device) -> None:
+    class Foreign(Bigrams):  # type: ignore[misc, valid-type]
+        def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+            proposal: Proposal = super().propose(slots, budget)
+            tokens, parents, scores = proposal.drafts
+            victim = (slots == 0)[:, None]
+            tokens = torch.where(victim, token, tokens)
+            return proposal._replace(drafts=Candidates(tokens, parents, torch.where(victim, -1.0, scores)))
+
+    expect_first_request_ends_with_bad_tree(Foreign(), device)
+
+
+def test_links_and_mask_of_a_tree_come_from_its_parents(device: torch.device) -> None:
+    def blind(roots: Tensor, tree: Tree, victim: Tensor) -> Tree:
+        links = {"first_child": tree.first_child * 0, "next_sibling": tree.next_sibling * 0 + 3}
+        return tree._replace(mask=tree.mask * 0 - 1, **links)
+
+    expect_plain_texts(make_engine(Trees(blind), device, adaptive=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree, scores: (tuple(tree), scores), "Own.propose returned a tree of type tuple, expected a Tree"),
+        (lambda tree, scores: (tree, scores[:, 1:]),
+         "Own.propose returned scores of shape [1, 3], expected [1, 4]"),
+        (lambda tree, scores: (tree._replace(positions=tree.positions[:, 1:]), scores),
+         "Own.propose returned tree.positions of shape [1, 3], expected [1, 4]"),
+        (lambda tree, scores: (tree._replace(num_nodes=tree.num_nodes[:0]), scores),
+         "Own.propose returned tree.num_nodes of shape [0], expected [1]"),
+        (lambda tree, scores: (tree._replace(tokens=tree.tokens[:, :0]), scores),
+         "Own.propose returned trees of 0 nodes, expected 1 to 4 (the budget)"),
+        (lambda tree, scores: (tree._replace(tokens=tree.tokens.repeat(1, 2)), scores),
+         "Own.propose returned trees of 8 nodes, expected 1 to 4 (the budget)"),
+    ],
+)  # fmt: skip
+def test_trees_of_other_shapes_are_refused_by_name(change: Any, message: str) -> None:
+    class Own(Trees):
+        def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+            proposal = super().propose(slots, budget)
+            if budget.num_nodes == 1:
+                return proposal
+            return proposal._replace(drafts=ScoredTree(*change(*proposal.drafts)))
+
+    engine = make_engine(Own(None), adaptive=False)
+    with pytest.raises((TypeError, ValueError)) as error:
+        engine.generate([prompts()[6]], SamplingParams(NEW_TOKENS))
+    assert str(error.value) == message
+
+
 # --- options
 
 
@@ -395,6 +525,17 @@ def test_options_are_checked_where_they_are_given(make: Any, message: str) -> No
     with pytest.raises(ValueError) as error:
         make()
     assert str(error.value) == message
+
+
+def test_corpus_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "corpus.txt"
+    file.write_text("a b")
+    context: Any = SimpleNamespace(tokenizer=lambda text, **_: {"input_ids": [3, 512]}, vocab_size=512)
+    with pytest.raises(ValueError) as error:
+        file_tokens(file, context)
+    assert str(error.value) == (
+        f"Ngram: corpus has {file} with tokens from 3 to 512, expected 0 to 511 (the model's vocabulary)"
+    )
 
 
 def test_options_make_drafts_equal() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .context import DraftContext, DraftState, PrefillRows
 from .needs import Needs
-from .proposal import Committed, Proposal, no_candidates
+from .proposal import Committed, Proposal, makes_valid_trees, no_candidates
 
 
 class DraftBudget(NamedTuple):
@@ -122,6 +122,7 @@ class Draft:
         Their first round comes next: `propose` of a node alone, and `extend` with the token after it.
         """
 
+    @makes_valid_trees
     def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
         """Draft after the roots of slots [B] int32, for trees of up to `budget.num_nodes` nodes.
 

@@ -34,7 +34,7 @@ from .base import Draft, DraftBudget, DraftRequest
 from .capabilities import HasPools, HasWeights, Idleable, Learner, Migratable
 from .context import DraftContext
 from .needs import AttentionCall, Needs
-from .proposal import Committed, DrawnFrom, Proposal, no_candidates
+from .proposal import Committed, DrawnFrom, Proposal, makes_valid_trees, no_candidates
 
 TILE_ROWS = 64  # of a draft step: a tile of `small_m_gemm`; fewer rows hardly take less time
 # Rounds that a slot's draft can be idle. Each needs room for a row of features. Catching up with more rows at once
@@ -262,6 +262,7 @@ class ModelDraft(Draft, Idleable, Migratable, Learner, HasPools, HasWeights):
             return
         self.child_ids[rows], self.child_logprobs[rows] = select_topk(logits, self.topk, id_map=self.id_map)
 
+    @makes_valid_trees
     def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
         num_nodes, max_kv_len = budget
         if num_nodes == 1:

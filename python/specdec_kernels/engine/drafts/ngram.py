@@ -18,7 +18,7 @@ from .base import Draft, DraftBudget, DraftRequest
 from .capabilities import Learner
 from .context import DraftContext
 from .needs import Needs
-from .proposal import Committed, Proposal, ScoredTree, no_candidates
+from .proposal import Committed, Proposal, ScoredTree, makes_valid_trees, no_candidates
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Ngram(Draft, Learner):
 
         Raises:
             OSError: a file of the corpus cannot be read.
-            ValueError: a corpus without a tokenizer, or that is no text.
+            ValueError: a corpus without a tokenizer, that is no text, or with tokens that the model does not have.
         """
         self.index = NgramIndex(
             max_tokens=self.max_tokens,
@@ -79,6 +79,7 @@ class Ngram(Draft, Learner):
         tokens = to_device(array("i", [*request.prediction, *request.tokens]), self.context.device)
         self.index.insert(tokens, slot, start=0)  # skips what the index holds of a retracted request
 
+    @makes_valid_trees
     def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
         if budget.num_nodes == 1:
             return Proposal(no_candidates(slots))
@@ -102,4 +103,9 @@ def file_tokens(file: str | Path, context: DraftContext) -> list[int]:
     except UnicodeDecodeError as error:
         raise ValueError(f"Ngram: corpus has {file}, expected text in UTF-8") from error
     tokens: list[int] = context.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if tokens and not 0 <= min(tokens) <= max(tokens) < context.vocab_size:
+        raise ValueError(
+            f"Ngram: corpus has {file} with tokens from {min(tokens)} to {max(tokens)}, "
+            f"expected 0 to {context.vocab_size - 1} (the model's vocabulary)"
+        )
     return tokens

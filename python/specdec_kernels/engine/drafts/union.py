@@ -12,7 +12,7 @@ from ...ops import merge_trees
 from .base import Draft, DraftBudget
 from .context import DraftContext, PrefillRows
 from .needs import Needs
-from .proposal import Committed, Proposal, ScoredTree, no_candidates, propose, scored_tree_of
+from .proposal import Committed, Proposal, ScoredTree, makes_valid_trees, no_candidates, propose, scored_tree_of
 
 
 @dataclass
@@ -75,6 +75,7 @@ class Union(Draft):
         for draft, own in zip(self.members, self._split(features), strict=True):
             draft.prefill(prefill, own)
 
+    @makes_valid_trees
     def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
         num_nodes = budget.num_nodes
         if num_nodes == 1:
