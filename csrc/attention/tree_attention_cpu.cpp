@@ -5,9 +5,11 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "attention/common/visibility.h"
+#include "core/errors.h"
 
 namespace specdec::attention {
 namespace {
@@ -252,9 +254,21 @@ int32_t attend_rows(Pass& pass, const TreeAttentionParams& p, const Request& r, 
   return status;
 }
 
+// Refuse lengths that would be clamped: without `status` nothing reports that the result lacks rows.
+void check_lengths(const TreeAttentionParams& p) {
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Request r = load_request(p, b);
+    if (r.slot < 0 || (r.status & kBadLength) == 0) continue;
+    throw ValueError("tree_attention: request " + std::to_string(b) + " has lengths that do not fit " +
+                     std::to_string(p.max_kv_len) + " KV rows (by page_table and max_kv_len), " +
+                     std::to_string(p.q_rows) + " rows of q and mask, expected lengths that fit, or status");
+  }
+}
+
 }  // namespace
 
 void tree_attention_cpu(const TreeAttentionParams& p) {
+  if (p.status == nullptr) check_lengths(p);
   // Aligned scratch, kept per thread.
   struct alignas(64) Line {
     float x[16];

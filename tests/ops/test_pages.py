@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 import specdec_kernels as sd
+from support.op_calls import calls
 from support.page_pools import TwoPools
 from support.paged import INT
 
@@ -251,3 +254,23 @@ def test_make_page_pool_refuses_bad_page_size() -> None:
     with pytest.raises(ValueError) as error:
         sd.make_page_pool(4, 2, 3, 0, torch.empty(0))
     assert str(error.value) == "make_page_pool: page_size is 0, expected at least 1"
+
+
+@pytest.mark.parametrize("op", ["write_kv", "move_kv", "copy_kv", "rope_qkv_write_kv"])
+def test_kv_ops_of_hnd_pools_equal_nhd(op: str, device: torch.device) -> None:
+    for flat, options in calls(op, device):
+        names = list(inspect.signature(getattr(sd, op)).parameters)[: len(flat)]
+        arguments = dict(zip(names, flat, strict=True)) | options
+        pools = [name for name in arguments if name.endswith(("_pool", "_pools"))]
+        assert len(pools) == 2
+        hnd = arguments | {name: arguments[name].swapaxes(-3, -2).contiguous() for name in pools}
+        if op == "move_kv":  # a path that moves rows
+            path = torch.tensor([[0, 2, 3]] * 2, dtype=INT, device=device)
+            for each in (arguments, hnd):
+                each |= {"path": path, "num_valid": torch.full_like(path[:, 0], 3)}
+        before = arguments[pools[0]].clone()
+        for each, layout in ((arguments, "NHD"), (hnd, "HND")):
+            getattr(sd, op)(**each, layout=layout)
+        assert not torch.equal(arguments[pools[0]], before)
+        for name in pools:
+            assert torch.equal(hnd[name].swapaxes(-3, -2), arguments[name])

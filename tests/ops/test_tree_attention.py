@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import specdec_kernels as sd
-from specdec_kernels import _C
+from specdec_kernels import _C, torch_ops
 from specdec_kernels.reference import attention as reference
 from support.attention_cases import NAN, Cache, make_cache, pack_bits, random_tree, random_trees
 from support.devices import HAS_CUDA, TOLERANCES
@@ -935,7 +935,7 @@ def test_tree_attention_with_max_kv_len_clamps_longer_requests(
             cache.k_pool[page, row % 16] = cache.v_pool[page, row % 16] = NAN
     check(q, cache, max_kv_len=max_kv_len)
     assert torch.equal(
-        sd.tree_attention(q, *cache.tensors(), max_kv_len=max_kv_len)[whole],
+        sd.tree_attention(q, *cache.tensors(), max_kv_len=max_kv_len, status=status)[whole],
         sd.tree_attention(q, *cache.tensors())[whole],
     )
 
@@ -1062,3 +1062,64 @@ def test_tree_attention_error_messages(change: dict[str, object], message: str) 
     with pytest.raises(ValueError) as error:
         sd.tree_attention(**arguments)
     assert str(error.value) == "tree_attention: " + message
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_kv_len": 20}, {"q_lens": [5, 6]}, {"cu_seqlens_q": [0, 5, 11]}], ids=lambda each: str(*each)
+)
+def test_tree_attention_of_lengths_that_do_not_fit_needs_status(options: dict[str, object]) -> None:
+    cache = make_cache([3, 3], [5, 5], page_size=16)
+    lengths = (
+        [16 * cache.page_table.shape[1] - 4] * 2 if not options else [18, 3] if "max_kv_len" in options else [3, 3]
+    )
+    tensors = (*cache.tensors()[:3], torch.tensor(lengths, dtype=torch.int32))
+    given = {name: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for name, x in options.items()}
+    q = torch.randn(10, 4, 64) if "cu_seqlens_q" in options else torch.randn(2, 5, 4, 64)
+    with pytest.raises(ValueError) as error:
+        sd.tree_attention(q, *tensors, **given)
+    request, rows = int("max_kv_len" not in options and bool(options)), 20 if "max_kv_len" in options else 48
+    assert str(error.value) == (
+        f"tree_attention: request {request} has lengths that do not fit {rows} KV rows (by page_table and max_kv_len), "
+        f"{len(q) if q.ndim == 3 else 5} rows of q and mask, expected lengths that fit, or status"
+    )
+    status = torch.zeros(2, dtype=torch.int32)
+    sd.tree_attention(q, *tensors, **given, status=status)
+    assert int(status[request]) & sd.Status.BAD_LENGTH
+    empty = torch.tensor([-1, -1], dtype=torch.int32)  # rows without a request have no lengths
+    sd.tree_attention(q, *tensors, **given, slots=empty)
+
+
+@pytest.mark.parametrize("name", ["q", "k_pool", "v_pool"])
+def test_tree_attention_refuses_to_drop_gradients(name: str, device: torch.device) -> None:
+    cache = make_cache([3], [2], page_size=4, device=device)
+    arguments = {"q": torch.randn(1, 2, 4, 64, device=device)} | dataclasses.asdict(cache)
+    arguments[name] = arguments[name].requires_grad_()
+    for attention in (sd.tree_attention, torch_ops.tree_attention):
+        with pytest.raises(ValueError) as error:
+            attention(**arguments)
+        assert str(error.value) == (
+            f"tree_attention: {name} requires grad, expected none (detach() it, or call under torch.no_grad())"
+        )
+    with torch.no_grad():
+        assert not sd.tree_attention(**arguments).requires_grad
+
+
+@all_paths
+def test_tree_attention_of_hnd_pools_equals_nhd(device: torch.device, dtype: torch.dtype, pools: torch.dtype) -> None:
+    """FlashInfer's layout: heads before the rows of a page."""
+    cache = make_cache([70, 33], [6, 6], page_size=16, kv_heads=2, dtype=pools, device=device)
+    q, mask = torch.randn(2, 6, 8, 64, device=device).to(dtype), random_trees(2, 6).to(device)
+    want = sd.tree_attention(q, *cache.tensors(), mask=mask)
+    k, v = (pool.transpose(1, 2).contiguous() for pool in (cache.k_pool, cache.v_pool))
+    tensors = k, v, cache.page_table, cache.prefix_lens
+    assert torch.equal(sd.tree_attention(q, *tensors, mask=mask, layout="HND"), want)
+    assert torch.equal(torch_ops.tree_attention(q, *tensors, mask=mask, layout="HND"), want)
+    for ask in (sd.tree_attention_plan, sd.tree_attention_workspace):
+        assert ask(q, k, cache.page_table, layout="HND") == ask(q, cache.k_pool, cache.page_table)
+
+
+def test_unknown_layout_is_refused() -> None:
+    cache = make_cache([3], [2], page_size=4)
+    with pytest.raises(ValueError) as error:
+        sd.tree_attention(torch.randn(1, 2, 4, 64), *cache.tensors(), layout="NDH")
+    assert str(error.value) == "tree_attention: layout is 'NDH', expected 'NHD' or 'HND'"

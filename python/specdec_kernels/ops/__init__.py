@@ -4,7 +4,7 @@ Conventions:
     Shapes are row-major and contiguous unless said; indices are int32. All tensors of a call are on one device, where
     the op runs without synchronizing. With preallocated outputs an op is legal inside a CUDA graph. Inputs are never
     converted or copied: a wrong dtype, shape, device or stride is a ValueError that names the argument, a struct of the
-    wrong type a TypeError. `requires_grad` is ignored.
+    wrong type a TypeError. `requires_grad` is ignored, but `tree_attention` refuses it while gradients are recorded.
 
 Letters:
     B batch, N tree nodes, S accept width, k topk, V vocabulary, W mask words (ceil(N / 64)).

@@ -58,6 +58,25 @@ def wrong_type(op: str, name: str, value: Any, kind: type) -> TypeError:
     return TypeError(f"{op}: {name} is a {type(value).__name__}, expected {article} {kind.__name__}")
 
 
+def as_nhd(op: str, layout: str, *pools: Any) -> tuple[Any, ...]:
+    """Return views [..., page_size, Hkv, D] of pools in this layout; "HND" is [..., Hkv, page_size, D]."""
+    if layout == "NHD":
+        return pools
+    if layout != "HND":
+        raise ValueError(f"{op}: layout is {layout!r}, expected 'NHD' or 'HND'")
+    for pool in pools:
+        if len(getattr(pool, "shape", ())) < 4:
+            return pools  # the op itself names what is wrong
+    return tuple(pool.swapaxes(-3, -2) for pool in pools)
+
+
+def refuse_gradient(op: str, **tensors: Any) -> None:
+    """Raise ValueError for a tensor of torch whose gradient an op without a backward would drop in silence."""
+    for name, tensor in tensors.items():
+        if getattr(tensor, "requires_grad", False) is True and sys.modules["torch"].is_grad_enabled():
+            raise ValueError(f"{op}: {name} requires grad, expected none (detach() it, or call under torch.no_grad())")
+
+
 def shape_of(op: str, name: str, tensor: Any, ndim: int) -> tuple[int, ...]:
     """Return the shape of `tensor`, and check that it has `ndim` dimensions."""
     shape = getattr(tensor, "shape", None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from .. import _C
-from ._alloc import empty, shape_of
+from ._alloc import as_nhd, empty, refuse_gradient, shape_of
 from ._tensor import Tensor
 
 
@@ -26,6 +28,7 @@ def tree_attention(
     v_scale: float = 1.0,
     fixed_split: int | None = None,
     max_kv_len: int | None = None,
+    layout: Literal["NHD", "HND"] = "NHD",
     plan: str | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -58,7 +61,7 @@ def tree_attention(
             Only the last dimension must be contiguous (a transposed view is fine). Tensor cores need 16-bit floats, and
             rows of q, out and the pools that are aligned to 16 bytes.
         k_pool: [P, page_size, Hkv, D] of q's dtype or float8_e4m3fn; only the last dimension must be contiguous. Hkv
-            divides Hq.
+            divides Hq. See layout.
         v_pool: like k_pool.
         page_table: [num_slots, max_pages] int32. Entries after a request's length, or wholly before the window of all
             its query rows, are never used.
@@ -80,6 +83,8 @@ def tree_attention(
             fixed_split; 1024 to 4096 is reasonable. No effect on the CPU.
         max_kv_len: bound on the KV rows of a request, prefix and tail, at least 1. None: what the page table can hold.
             A longer request is clamped, as it is to the table, and sets BAD_LENGTH.
+        layout: "HND" for pools [P, Hkv, page_size, D]. Shapes do not distinguish the layouts: pools of the other
+            one give other results wherever Hq is a multiple of the page size.
         plan: name of a plan to force, as returned by `tree_attention_plan`, for tests and benchmarks. Parts of the name
             after "<machine>.<kernel>.<tile rows>" may be omitted. Must be None on the CPU.
         out: as q; only the last dimension must be contiguous.
@@ -87,7 +92,8 @@ def tree_attention(
         workspace: scratch of at least tree_attention_workspace(...) bytes: a contiguous tensor of any dtype, aligned to
             16 bytes. None allocates it (the CPU needs none). Concurrent calls need one each.
         status: [num_slots] int32. STALLED is read. Gains BAD_PAGE if a needed table entry is no page (its rows are
-            invisible), BAD_LENGTH if a length was out of range and clamped.
+            invisible), BAD_LENGTH if a length was out of range and clamped. Without status, such a length is a
+            ValueError on the CPU, and clamped in silence on a GPU, whose lengths the host does not read.
         stream: CUDA stream; None: the current one.
 
     Returns:
@@ -96,12 +102,16 @@ def tree_attention(
     Raises:
         ValueError: wrong dtype, shape, device or stride; too few mask words; q_lens with cu_seqlens_q; window,
             soft_cap, a scale, fixed_split or max_kv_len out of range; k_scale or v_scale for pools that are not
-            float8_e4m3fn; a plan that does not exist or cannot run this call on this device; a workspace too small.
+            float8_e4m3fn; an unknown layout; a plan that does not exist or cannot run this call on this device; a
+            workspace too small; q, k_pool or v_pool requires grad where gradients are recorded: the op has no backward;
+            on the CPU, a length out of range without status.
 
     Source: online softmax in tiles, FlashAttention (Dao et al., arXiv 2205.14135) and FlashAttention-2 (2307.08691);
     Hopper's tensor cores, FlashAttention-3 (Shah et al., 2407.08608); split KV, Flash-Decoding (Dao et al., 2023); tree
     attention, SpecInfer (Miao et al., 2305.09781).
     """
+    refuse_gradient("tree_attention", q=q, k_pool=k_pool, v_pool=v_pool)
+    k_pool, v_pool = as_nhd("tree_attention", layout, k_pool, v_pool)
     if out is None:
         shape = shape_of("tree_attention", "q", q, 4 if cu_seqlens_q is None else 3)
         out = empty("tree_attention", q, shape, str(q.dtype).rsplit(".", 1)[-1])
@@ -123,6 +133,7 @@ def tree_attention_workspace(
     cu_seqlens_q: Tensor | None = None,
     fixed_split: int | None = None,
     max_kv_len: int | None = None,
+    layout: Literal["NHD", "HND"] = "NHD",
     plan: str | None = None,
 ) -> int:
     """Return the bytes of workspace that `tree_attention` needs for tensors of these shapes, whatever the lengths.
@@ -137,6 +148,7 @@ def tree_attention_workspace(
         cu_seqlens_q: given if q is packed.
         fixed_split: rows between splits.
         max_kv_len: bound on KV.
+        layout: of k_pool.
         plan: name of a plan to force.
 
     Returns:
@@ -146,6 +158,7 @@ def tree_attention_workspace(
         ValueError: wrong dtype, shape, device or stride; fixed_split is not a positive multiple of 128; max_kv_len or
             plan as for `tree_attention`.
     """
+    (k_pool,) = as_nhd("tree_attention_workspace", layout, k_pool)
     size: int = _C.tree_attention_workspace(q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len, plan)
     return size
 
@@ -158,6 +171,7 @@ def tree_attention_plan(
     cu_seqlens_q: Tensor | None = None,
     fixed_split: int | None = None,
     max_kv_len: int | None = None,
+    layout: Literal["NHD", "HND"] = "NHD",
     plan: str | None = None,
 ) -> str:
     """Return the plan that `tree_attention` runs for tensors of these shapes, with all rows aligned to 16 bytes.
@@ -171,6 +185,7 @@ def tree_attention_plan(
         cu_seqlens_q: given if q is packed.
         fixed_split: rows between splits.
         max_kv_len: bound on KV.
+        layout: of k_pool.
         plan: name of a plan to force.
 
     Returns:
@@ -179,5 +194,6 @@ def tree_attention_plan(
     Raises:
         ValueError: as for `tree_attention_workspace`.
     """
+    (k_pool,) = as_nhd("tree_attention_plan", layout, k_pool)
     name: str = _C.tree_attention_plan(q, k_pool, page_table, cu_seqlens_q, fixed_split, max_kv_len, plan)
     return name

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .. import _C
-from ._alloc import arange_like, empty, shape_of
+from ._alloc import arange_like, as_nhd, empty, shape_of
 from ._tensor import Tensor
 
 
@@ -207,6 +207,7 @@ def write_kv(
     page_refs: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    layout: Literal["NHD", "HND"] = "NHD",
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
@@ -232,15 +233,17 @@ def write_kv(
         k_scale: if k is quantized to float8_e4m3fn: k / k_scale is rounded to nearest, ties to even, saturating at 448;
             NaN stays NaN.
         v_scale: the same for v.
+        layout: "HND" for pools whose heads come before the rows of a page.
         status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH if prefix_lens is negative, num_valid exceeds the
             rows or cu_seqlens_q leaves the input (no row is written), or if a row is outside the page table; BAD_PAGE
             if a row has no page; SHARED_PAGE if its page has more than one owner.
         stream: CUDA stream; None: the current one.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; a scale that is not a positive finite float32, or given
-            without quantization.
+        ValueError: wrong dtype, shape, device, stride or layout; a scale that is not a positive finite float32, or
+            given without quantization.
     """
+    k_pool, v_pool = as_nhd("write_kv", layout, k_pool, v_pool)
     _C.write_kv(
         stream, k, v, k_pool, v_pool, page_table, prefix_lens, row_offset, slots, num_valid, cu_seqlens_q, page_refs,
         k_scale, v_scale, status,
@@ -257,6 +260,7 @@ def move_kv(
     *,
     slots: Tensor | None = None,
     page_refs: Tensor | None = None,
+    layout: Literal["NHD", "HND"] = "NHD",
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
@@ -276,14 +280,16 @@ def move_kv(
         prefix_lens: [num_slots] int32, L before the round.
         slots: [B] int32, distinct.
         page_refs: [num_pages] int32: pages with more than one owner are not written.
+        layout: "HND" for pools whose heads come before the rows of a page.
         status: [num_slots] int32. STALLED is read. Gains BAD_TREE if path does not start at 0 or does not increase,
             BAD_LENGTH if num_valid is not in 0..S, L is negative or a row is outside the page table, BAD_PAGE if a row
             has no page, SHARED_PAGE if the destination's page has more than one owner.
         stream: CUDA stream; None: the current one.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride.
+        ValueError: wrong dtype, shape, device, stride or layout.
     """
+    k_pools, v_pools = as_nhd("move_kv", layout, k_pools, v_pools)
     _C.move_kv(stream, k_pools, v_pools, page_table, path, num_valid, prefix_lens, slots, page_refs, status)
 
 
@@ -297,6 +303,7 @@ def copy_kv(
     num_rows: Tensor,
     *,
     page_refs: Tensor | None = None,
+    layout: Literal["NHD", "HND"] = "NHD",
     status: Tensor | None = None,
     stream: int | None = None,
 ) -> None:
@@ -317,12 +324,14 @@ def copy_kv(
         prefix_lens: [num_slots] int32, read at the destinations.
         num_rows: [B] int32, from `fork_pages`.
         page_refs: [num_pages] int32: pages with more than one owner are not written.
+        layout: "HND" for pools whose heads come before the rows of a page.
         status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH if num_rows is not in 0..prefix_lens or prefix_lens
             is beyond the page table (no row is copied), BAD_PAGE if a row has no page, SHARED_PAGE if the destination's
             page has more than one owner.
         stream: CUDA stream; None: the current one.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride.
+        ValueError: wrong dtype, shape, device, stride or layout.
     """
+    k_pools, v_pools = as_nhd("copy_kv", layout, k_pools, v_pools)
     _C.copy_kv(stream, k_pools, v_pools, page_table, src_slots, dst_slots, prefix_lens, num_rows, page_refs, status)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .. import _C
-from ._alloc import empty, empty_like, fill_zeros, shape_of, wrong_type
+from ._alloc import as_nhd, empty, empty_like, fill_zeros, shape_of, wrong_type
 from ._tensor import Tensor
 
 
@@ -407,6 +407,7 @@ def rope_qkv_write_kv(
     page_refs: Tensor | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    layout: Literal["NHD", "HND"] = "NHD",
     status: Tensor | None = None,
     out: Tensor | None = None,
     stream: int | None = None,
@@ -436,6 +437,7 @@ def rope_qkv_write_kv(
         page_refs: [num_pages] int32: pages with more than one owner are not written.
         k_scale: as for `write_kv`.
         v_scale: as for `write_kv`.
+        layout: "HND" for pools whose heads come before the rows of a page.
         status: [num_slots] int32, with the bits of `write_kv`.
         out: preallocated result.
         stream: CUDA stream; None: the current one.
@@ -446,6 +448,7 @@ def rope_qkv_write_kv(
     Raises:
         ValueError: wrong dtype, shape, device or stride; a scale that `write_kv` refuses.
     """
+    k_pool, v_pool = as_nhd("rope_qkv_write_kv", layout, k_pool, v_pool)
     if out is None:
         *rows, heads, head_dim = shape_of("rope_qkv_write_kv", "qkv", qkv, 4 if cu_seqlens_q is None else 3)
         kv_heads = shape_of("rope_qkv_write_kv", "k_pool", k_pool, 4)[2]
