@@ -17,4 +17,11 @@ SD_HD T clamp_to(T x, std::type_identity_t<T> low, std::type_identity_t<T> high)
   return x < low ? low : x > high ? high : x;
 }
 
+// Return x + y, wrapped as GPUs add: for counts that a caller may have set to any value.
+template <class T>
+SD_HD T add_wrapped(T x, std::type_identity_t<T> y) {
+  using Unsigned = std::make_unsigned_t<T>;
+  return static_cast<T>(static_cast<Unsigned>(x) + static_cast<Unsigned>(y));
+}
+
 }  // namespace specdec

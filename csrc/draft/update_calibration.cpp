@@ -52,7 +52,7 @@ void update_depth(const UpdateCalibrationParams& p, int64_t depth, const int64_t
     bins[b] = BinCounts::of(counts + b * kSums);
     bins[b].add(BinCounts::of(more + b * kSums));
     observed += more[b * kSums];
-    all += bins[b].nodes;
+    all = add_wrapped(all, bins[b].nodes);
   }
   if (observed == 0) return;
   for (int b = 0; b < kCalibrationBins; ++b) {

@@ -68,7 +68,11 @@ struct BinCounts {
 
   SD_HD static BinCounts of(const int64_t* sums) { return {sums[0], sums[1], sums[2]}; }
   SD_HD void store(int64_t* sums) const { sums[0] = nodes, sums[1] = accepted, sums[2] = logits; }
-  SD_HD void add(const BinCounts& more) { nodes += more.nodes, accepted += more.accepted, logits += more.logits; }
+  SD_HD void add(const BinCounts& more) {
+    nodes = add_wrapped(nodes, more.nodes);
+    accepted = add_wrapped(accepted, more.accepted);
+    logits = add_wrapped(logits, more.logits);
+  }
   // Halve until the depth, which has `all` nodes, has at most kMaxCalibrationNodes.
   SD_HD void decay(int64_t all) {
     for (; all > kMaxCalibrationNodes; all /= 2) nodes /= 2, accepted /= 2, logits /= 2;

@@ -114,7 +114,7 @@ void publish_results_cpu(const PublishResultsParams& p) {
   for (int64_t r = 0; r < p.layout.num_levels; ++r) write_level(p, record, r, counts);
   const int64_t times[] = {*p.started_at, nanoseconds()};
   std::memcpy(record + ResultLayout::kStarted, times, sizeof times);
-  *p.num_published = number + 1;
+  *p.num_published = add_wrapped(number, 1);
   std::atomic_ref(record[ResultLayout::kNumber]).store(done_mark(number), std::memory_order_release);
 }
 

@@ -67,7 +67,7 @@ SD_HD void count_token(const CommitTokensParams& p, int64_t slot, int32_t token)
 #ifdef __CUDA_ARCH__
   atomicAdd(count, 2);  // a token may occur more than once in a row
 #else
-  *count += 2;
+  *count = add_wrapped(*count, 2);
 #endif
 }
 

@@ -254,3 +254,11 @@ def test_make_slot_state_error_messages(sizes: tuple[int, int, int], name: str) 
     with pytest.raises(ValueError) as error:
         sd.make_slot_state(*sizes, like=torch.empty(0))
     assert str(error.value) == f"make_slot_state: {name} is -1, expected at least 0"
+
+
+def test_commit_tokens_of_extreme_counts_wraps(device: torch.device) -> None:
+    """UBSan (./build.sh dev --sanitize) reports a sum that is not wrapped."""
+    arguments = arguments_of(one_request([7, 8], device), device)
+    counts = torch.full((1, 9), 2**31 - 1, dtype=INT, device=device)
+    sd.commit_tokens(**arguments, counts=counts)
+    assert counts.tolist() == [[2**31 - 1] * 7 + [-(2**31) + 1] * 2]

@@ -224,3 +224,13 @@ def test_publish_results_refuses_memory_the_device_cannot_reach() -> None:
     rings.results = torch.zeros(3, 14, dtype=INT)
     with pytest.raises(ValueError, match="publish_results: results is not pinned, expected a pinned or cuda tensor"):
         rings.publish_results(**rows(1, 1, 1, "cuda"))
+
+
+def test_publish_results_of_the_last_number_wraps(device: torch.device) -> None:
+    """UBSan (./build.sh dev --sanitize) reports a number that is not wrapped."""
+    rings = rings_of(2, 2, 3, device)
+    rings.num_published.fill_(2**63 - 1)
+    rings.publish_results(**on(device, rows(2, 3, 2)))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert int(rings.num_published) == -(2**63)

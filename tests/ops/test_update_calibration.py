@@ -274,3 +274,20 @@ def test_calibration_error_messages() -> None:
     with pytest.raises(ValueError) as shape:
         sd.expand_root(tree.tokens, scores, tree.num_nodes, 1, calibration=torch.zeros(65, 2))
     assert str(shape.value) == "expand_root: num_depths is 65, expected 1 to 64"
+
+
+@pytest.mark.parametrize("extreme", [2**63 - 1, -(2**63)])
+def test_update_calibration_of_extreme_counts_wraps(device: torch.device, extreme: int) -> None:
+    """UBSan (./build.sh dev --sanitize) reports sums that are not wrapped."""
+    tokens, parents = torch.tensor([[9, 1]], dtype=INT), torch.tensor([[-1, 0]], dtype=INT)
+    tree = on(device, sd.build_tree_from_parents(tokens, parents, torch.tensor([10], dtype=INT)))
+    accepted = sd.Accepted(*(torch.tensor(x, dtype=INT, device=device) for x in ([[1, 2]], [2], [[0, 1]])))
+    scores = torch.tensor([[0.0, -0.5]], device=device)
+    calibration = sd.make_calibration(1, scores)
+    calibration.counts.fill_(extreme)
+    sd.update_calibration(calibration, tree, scores, accepted)
+    assert bool(calibration.table.isfinite().all())
+    # The sum over 16 bins is 1 - 16 or 1, so nothing is halved; only the bin of the node has changed.
+    changed = (calibration.counts[0] != extreme).any(1).nonzero().flatten().tolist()
+    assert len(changed) == 1
+    assert int(calibration.counts[0, changed[0], 0]) == (-(2**63) if extreme > 0 else extreme + 1)
