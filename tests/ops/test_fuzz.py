@@ -17,7 +17,7 @@ import torch
 
 from support.exhaustive import exhaustive
 from support.op_calls import calls
-from support.random_calls import OPS, check_twice, each_tensor, without_size
+from support.random_calls import OPS, check_twice, each_tensor, each_with_an_empty_dimension, without_size
 
 pytestmark = pytest.mark.fuzz
 CALLS = int(os.environ.get("SPECDEC_FUZZ", 1500))
@@ -45,3 +45,14 @@ def test_ops_distinguish_empty_tensors_from_none(op: str) -> None:
             check_twice(op, arguments, options, {key: without_size(value, size) for key, value in named.items()}, False)
             for key, value in named.items():
                 check_twice(op, arguments, options, named | {key: without_size(value, size)}, False)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_ops_of_one_empty_dimension_refuse_or_are_deterministic(op: str) -> None:
+    """Other dimensions keep their sizes, as in no call whose shapes agree."""
+    torch.manual_seed(0)
+    for arguments, options in calls(op, torch.device("cpu")):
+        named = dict(enumerate(arguments)) | options
+        for key, value in named.items():
+            for empty in each_with_an_empty_dimension(value):
+                check_twice(op, arguments, options, named | {key: empty}, False)

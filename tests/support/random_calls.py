@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -218,6 +219,17 @@ def without_size(value: Any, size: int) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(without_size(part, size) for part in value))
     return value
+
+
+def each_with_an_empty_dimension(value: Any) -> Iterator[Any]:
+    """Yield copies of the value, in each of which one dimension of one tensor is cut to nothing."""
+    if isinstance(value, torch.Tensor):
+        for dim in range(value.ndim):
+            yield value.narrow(dim, 0, 0)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for field, part in zip(value._fields, value, strict=True):
+            for empty in each_with_an_empty_dimension(part):
+                yield value._replace(**{field: empty})
 
 
 if __name__ == "__main__":
