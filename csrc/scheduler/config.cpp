@@ -30,6 +30,7 @@ void check_config(const Config& config) {
   check.range("num_slots", config.num_slots, 1, kMostSlots);
   check.range("page_size", config.page_size, 1, kMost);
   check.range("window", config.window, 0, config.prefix_cache ? 0 : kMost);  // cached pages are never given back
+  check.range("vocab_size", config.vocab_size, 1, kMost);
   check.range("max_len", config.max_len, 2, kMost);
   check.range("accept_width", config.accept_width, 1, kWidest);
   check.range("max_stops", config.max_stops, 0, kWidest);

@@ -11,6 +11,7 @@ struct Config {
   int64_t num_pages;  // of the pool
   int64_t page_size;
   int64_t window = 0;                // of attention, in rows: pages before it are given back; 0: none are
+  int64_t vocab_size = INT32_MAX;    // tokens below it are the target's
   int64_t max_len;                   // most tokens of a sequence, with prompt and root
   int64_t reserve;                   // KV rows that a round may use beyond seq_len
   int64_t accept_width;              // S: most tokens that a round gives a request

@@ -18,8 +18,8 @@ namespace {
 constexpr double kAgree = 1.05;
 constexpr int kTimedRounds = 6;
 constexpr int64_t kTimedOnce = 10'000'000, kTimedMost = 40'000'000;  // ns
-// Number of distinct first tokens; so small that every vocabulary has them.
-constexpr int32_t kRoots = 16;
+// Most distinct first tokens.
+constexpr int64_t kRoots = 16;
 // The n-gram group and the first id of these requests, which no others have.
 constexpr int32_t kGroup = std::numeric_limits<int32_t>::max();
 constexpr int64_t kFirstId = int64_t{1} << 62;
@@ -90,9 +90,10 @@ class Scheduler::RoundTimer {
 
   void begin() {
     std::vector<Request> requests;
+    const auto roots = static_cast<int32_t>(std::min(kRoots, scheduler_.config_.vocab_size));
     for (const int32_t slot : slots_)
       requests.push_back({.id = next_id_++,
-                          .text = {slot % kRoots},
+                          .text = {slot % roots},
                           .emitted = 1,
                           .remaining = scheduler_.config_.max_len,
                           .slot = slot,

@@ -834,6 +834,7 @@ class SchedulerConfig:
         num_pages: int,
         page_size: int,
         window: int = 0,
+        vocab_size: int = 2147483647,
         max_len: int,
         reserve: int,
         accept_width: int,
@@ -858,6 +859,8 @@ class SchedulerConfig:
     def page_size(self) -> int: ...
     @property
     def window(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
     @property
     def max_len(self) -> int: ...
     @property

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec_kernels as sd
 from specdec_kernels.engine import Committed, Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
@@ -404,3 +405,15 @@ def test_tuning_refuses_other_values(tmp_path: Path) -> None:
     assert str(kind.value) == "Engine: tuning is a int, expected a path, a dict or None"
     with pytest.raises(FileNotFoundError):
         make_engine(None, tuning=tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("vocab_size", [1, 8, 15])
+def test_adaptive_engine_of_small_vocabulary_measures_rounds(vocab_size: int) -> None:
+    """Nucleotides have 8 tokens: the rounds that are timed begin with distinct tokens of the vocabulary."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, head_dim=64, num_key_value_heads=1, **sizes, **ids))
+    options = {"max_len": 64, "page_size": 4, "dtype": torch.float32, "device": "cpu"}
+    with Engine(model, draft=Ngram(num_nodes=4), num_slots=16, adaptive=True, **options) as engine:
+        (output,) = engine.generate([[0, 0]], SamplingParams(8))
+    assert len(output.tokens) == 8 and set(output.tokens) <= set(range(vocab_size))

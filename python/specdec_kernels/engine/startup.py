@@ -232,6 +232,7 @@ def make_scheduler(
         num_pages=config.num_pages,
         page_size=config.page_size,
         window=config.pages.window or 0,
+        vocab_size=executor.target.config.vocab_size,
         max_len=config.max_len,
         reserve=config.reserve,
         accept_width=config.needs.accept_width,
