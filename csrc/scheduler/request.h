@@ -65,6 +65,7 @@ struct alignas(64) Request {
   bool constrained = false;  // the executor constrains its next tokens
   bool streams;              // publishes updates after every round, not only at its end
   bool migrated = false;     // its KV rows come from another engine, and the executor's `begin` writes them
+  bool cacheable = true;     // its pages may serve others: false for rows of an engine that is not trusted
 
   int32_t stops_from = 0;        // first position where a stop token counts; 0: any
   int64_t num_known_tokens = 0;  // tokens of `text` that the executor has, if it is constrained
@@ -103,6 +104,7 @@ struct alignas(64) Request {
     state = next;
     slot = -1;
     migrated = false;
+    cacheable = true;  // its rows will be this engine's own
   }
   void accept(const int32_t* tokens, int64_t count) {
     text.insert(text.end(), tokens, tokens + count);

@@ -90,6 +90,7 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   request->extra = submission.extra;
   request->constrained = submission.constrained;
   request->migrated = submission.migrated;
+  request->cacheable = submission.cacheable;
   constexpr int32_t kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
   check.range("priority", submission.priority, kLeast, kMost);
   request->priority = static_cast<int32_t>(submission.priority);

@@ -28,7 +28,7 @@ int64_t most_shared(const Config& config, const Request& request) { return reque
 bool Scheduler::waits_for_prefix(const Request& request) const {
   if (!config_.prefix_cache || request.migrated) return false;
   for (const auto& holder : slots_.holders()) {
-    if (holder->num_validated > 0) continue;
+    if (holder->num_validated > 0 || !holder->cacheable) continue;
     const auto alike = std::ranges::mismatch(holder->text, request.text).in1 - holder->text.begin();
     const int64_t pages = std::min((alike - 1) / config_.page_size, most_shared(config_, request));
     const int64_t spared = (pages - request.num_shared) * config_.page_size;
@@ -72,7 +72,7 @@ std::vector<int32_t> Scheduler::shared_entries(const Request& request) const {
 // takes those pages and frees its own, so every shared page of a slot belongs to the cache.
 void Scheduler::cache_pages(Request& request) {
   const int64_t pages = request.num_validated / config_.page_size, before = request.num_shared;
-  if (!config_.prefix_cache || pages <= before) return;
+  if (!config_.prefix_cache || !request.cacheable || pages <= before) return;
   const int64_t known = PrefixCache::num_pages(prefix_.cache.find(request.text, pages));
   PrefixCache::Node* const prefix = prefix_.cache.insert(request.text, pages);
   prefix_.cache.lock(prefix);

@@ -790,6 +790,7 @@ class Submission:
         extra: object = None,
         constrained: bool = False,
         migrated: bool = False,
+        cacheable: bool = True,
         priority: int = 0,
         timeout_ns: int = 0,
     ) -> None: ...
@@ -819,6 +820,8 @@ class Submission:
     def constrained(self) -> bool: ...
     @property
     def migrated(self) -> bool: ...
+    @property
+    def cacheable(self) -> bool: ...
     @property
     def priority(self) -> int: ...
     @property

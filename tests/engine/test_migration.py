@@ -410,3 +410,41 @@ def test_requests_that_wait_run_first_or_end() -> None:
             engine.export_request(requests[1])
         requests[0].result()
         expect_nothing_left(engine)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_imported_rows_serve_others_only_if_trusted(trusted: bool, device: torch.device) -> None:
+    """V rows cannot be checked: forged ones would change the text of the next request with that prompt."""
+    prompt = held_out("code")[0]
+    options: dict[str, Any] = {"prefix_cache": True}
+    with make_engine(TARGET, Draft(), device, **options) as a, make_engine(TARGET, Draft(), device, **options) as b:
+        (want,) = a.generate([prompt], BASE)
+        exported = a.export_request(a.submit(prompt, replace(BASE, max_new_tokens=60)))
+        for name, rows in exported.tensors.items():
+            if name.startswith("target.") and name.endswith(".v"):
+                rows.neg_()
+        forged = b.import_request(exported, trusted=trusted)
+        for _ in forged:  # beside it
+            if len(forged.output.tokens) > 8:
+                break
+        beside = b.submit(prompt, BASE).result()
+        forged.result()
+        (after,) = b.generate([prompt], BASE)
+        (again,) = b.generate([prompt], BASE)
+        for output in (beside, after, again):
+            assert trusted == (output.tokens != want.tokens)
+        assert (after.cached_tokens > 0) and again.cached_tokens > 0  # of `beside`, where the forged rows stay out
+        expect_nothing_left(b)
+
+
+def test_import_from_asyncio_may_be_trusted() -> None:
+    async def cached(trusted: bool) -> int:
+        async with AsyncEngine(make_engine(TARGET, Draft(), "cpu", prefix_cache=True)) as b:
+            moved = await b.import_request(exported, trusted=trusted)
+            await moved.result()
+            return (await (await b.submit(prompt, BASE)).result()).cached_tokens
+
+    prompt = held_out("code")[0]
+    with make_engine(TARGET, Draft(), "cpu") as a:
+        exported = a.export_request(a.submit(prompt, replace(BASE, max_new_tokens=60)))
+    assert asyncio.run(cached(False)) == 0 < asyncio.run(cached(True))

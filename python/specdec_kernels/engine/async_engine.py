@@ -222,10 +222,12 @@ class AsyncEngine:
         """Call `Engine.export_request` in another thread."""
         return await asyncio.to_thread(self.engine.export_request, request)
 
-    async def import_request(self, exported: ExportedRequest, *, stream: bool = True) -> AsyncRequest:
+    async def import_request(
+        self, exported: ExportedRequest, *, stream: bool = True, trusted: bool = False
+    ) -> AsyncRequest:
         """Continue a request that has left another engine, as `Engine.import_request`."""
         await self.compile_grammars([params_of(exported.values)])
-        return self.engine.core.import_request(AsyncRequest, exported, stream, self._notifier())
+        return self.engine.core.import_request(AsyncRequest, exported, stream, trusted, self._notifier())
 
     async def sleep(self, level: int = 1) -> None:
         """Call `Engine.sleep` in another thread."""

@@ -200,7 +200,7 @@ class EngineCore:
         return ExportedRequest(tensors, values | {"layout": layout, "weights": checksum, "first_rows": first_rows})
 
     def import_request(
-        self, kind: Callable[..., AnyRequest], exported: ExportedRequest, stream: bool, *notify: Any
+        self, kind: Callable[..., AnyRequest], exported: ExportedRequest, stream: bool, trusted: bool, *notify: Any
     ) -> AnyRequest:
         """Continue a request that has left another engine; see `Engine.import_request`."""
         self.expect_open()
@@ -208,7 +208,7 @@ class EngineCore:
         check_values(values, self._peer, self.weights.checksum)
         check_tensors(exported, self._peer)
         (request,) = self.new_requests(kind, [values["prompt"]], [params_of(values)], *notify)
-        request.resume(resumed_from(exported, self._peer, self.stream))
+        request.resume(resumed_from(exported, self._peer, self.stream, trusted))
         self.start([request], stream)
         return request
 

@@ -242,7 +242,7 @@ class Engine:
         """
         return self.core.export_request(request)
 
-    def import_request(self, exported: ExportedRequest, *, stream: bool = True) -> Request:
+    def import_request(self, exported: ExportedRequest, *, stream: bool = True, trusted: bool = False) -> Request:
         """Continue a request that has left another engine.
 
         Its output, and an iteration over it, start with the tokens that it brings.
@@ -251,13 +251,15 @@ class Engine:
             exported: from `export_request`, with tensors on any device; they are copied. Limits that are not the
                 request's own, such as `max_len`, are those of this engine.
             stream: as for `submit`.
+            trusted: its exporter is trusted with the texts of all others: its KV rows, which cannot be checked,
+                enter the prefix cache. False: they serve this request alone.
 
         Raises:
             ValueError: another version, model, KV, draft or weights than this engine's; a text not below `max_len`; a
                 grammar or a prediction that this engine does not take.
             RuntimeError: as `submit`.
         """
-        return self.core.import_request(Request, exported, stream)
+        return self.core.import_request(Request, exported, stream, trusted)
 
     # --- the engine as a whole
 

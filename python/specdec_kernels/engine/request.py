@@ -68,6 +68,7 @@ class ResumedRequest:
     sample: int
     counts: Sequence[int]  # rounds, drafted, accepted and cached tokens
     kv: KvSource
+    trusted: bool  # its rows may serve other requests
 
 
 class BaseRequest:
@@ -103,6 +104,7 @@ class BaseRequest:
         self._stop, self._num_logprobs, self._new_matcher = spec.stop, spec.num_logprobs, spec.new_matcher
         self._counts_before: Sequence[int] = (0, 0, 0, 0)  # of another engine: rounds, drafted, accepted, cached tokens
         self._migrated_kv: KvSource | None = None
+        self._cacheable = True
         self._ends = array("q")  # number of tokens after each chunk
         self._ends_as: FinishReason | None = None  # decided here, while the scheduler still runs it
         self._num_chunks: int | None = None  # in total, once there will be no more
@@ -120,7 +122,7 @@ class BaseRequest:
         if output.logprobs is not None:
             output.logprobs += resumed.logprobs
         output.index, output.sample = resumed.index, resumed.sample
-        self._counts_before, self._migrated_kv = resumed.counts, resumed.kv
+        self._counts_before, self._migrated_kv, self._cacheable = resumed.counts, resumed.kv, resumed.trusted
         output.stats.rounds, output.stats.drafted, output.stats.accepted, output.cached_tokens = resumed.counts
         if self._stop is not None:
             self._stop.find(output.tokens)
@@ -149,6 +151,7 @@ class BaseRequest:
             extra=inputs if any(inputs) else None,
             constrained=self._new_matcher is not None,
             migrated=self._migrated_kv is not None,
+            cacheable=self._cacheable,
             priority=params.priority,
             timeout_ns=params.timeout_ns,
         )

@@ -98,7 +98,9 @@ class MigrationPeer:
         return {"model": self.target.config.model_type, **layout_of(self.target.pools, self.draft)}
 
 
-def resumed_from(exported: ExportedRequest, peer: MigrationPeer, stream: torch.cuda.Stream | None) -> ResumedRequest:
+def resumed_from(
+    exported: ExportedRequest, peer: MigrationPeer, stream: torch.cuda.Stream | None, trusted: bool
+) -> ResumedRequest:
     """Return the state of an exported request for an engine, with its tensors on the engine's device."""
     values = exported.values
     # A copy to a GPU from pageable memory waits for the caller's stream, not for the rounds.
@@ -110,6 +112,7 @@ def resumed_from(exported: ExportedRequest, peer: MigrationPeer, stream: torch.c
         sample=values["sample"],
         counts=values["counts"],
         kv=MigratedKv(tensors, values["first_rows"], stream),
+        trusted=trusted,
     )
 
 
