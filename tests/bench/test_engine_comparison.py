@@ -37,33 +37,28 @@ def comparison(*options: str) -> Any:
     return comparison_of(cli.make_parser().parse_args(["bench", "engines", *TINY, *options]), CPU)
 
 
-def test_bench_engines_measures_ours_and_reuses_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_engines_measures_ours_of_fewer_layers_and_reuses_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, file = tmp_path / "checkpoints", tmp_path / "run.json"
-    options = ["--acceptance", "math", "--batch", "2", "--algorithm", "plain,chain", "--engines", "ours,sglang,vllm"]
-    assert bench_engines(*options, "--out", str(out), "--json", str(file)) == 0
-    captured = capsys.readouterr()
-    assert "tiny float32, accept math eagle3, 20 tokens in, 70 out" in captured.out
+    options = ["--batch", "2", "--algorithm", "plain,chain", "--engines", "ours,sglang,vllm"]
+    checkpoints = ["--acceptance", "math", "--layers", "2", "--out", str(out)]
+    assert bench_engines(*options, *checkpoints, "--json", str(file)) == 0
+    assert "tiny of 2 layers float32, accept math eagle3, 20 tokens in, 70 out" in capsys.readouterr().out
+    assert json.loads((out / "target/config.json").read_text())["num_hidden_layers"] == 2
     run = json.loads(file.read_text())
     assert {"version", "installed", "torch", "transformers"} < run["engines"]["ours"].keys()
     plain, chain = (r for r in run["results"] if r["params"]["engine"] == "ours")
-    assert plain["params"]["algorithm"] == "plain" and plain["facts"]["accept_length"] == 1.0
+    assert plain["params"]["algorithm"] == "plain" and plain["params"]["layers"] == 2
+    assert plain["facts"]["accept_length"] == 1.0
     assert chain["error"] is None and chain["facts"]["tokens_per_second"] > 0
     assert 2.5 < chain["facts"]["accept_length"] < 5.5  # published: 3.9 of five drafts; here of four requests
     # The same options reuse the checkpoints; others write new ones.
     written = (out / "head/model.safetensors").stat().st_mtime_ns
-    engine_comparison.write_checkpoints(comparison("--acceptance", "math", "--out", str(out)))
+    engine_comparison.write_checkpoints(comparison(*checkpoints))
     assert (out / "head/model.safetensors").stat().st_mtime_ns == written
-    engine_comparison.write_checkpoints(comparison("--acceptance", "chat", "--out", str(out)))
+    engine_comparison.write_checkpoints(comparison(*checkpoints, "--acceptance", "chat"))
     assert (out / "head/model.safetensors").stat().st_mtime_ns != written
-
-
-def test_bench_engines_takes_fewer_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, file = tmp_path / "checkpoints", tmp_path / "run.json"
-    options = ["--layers", "2", "--batch", "1", "--algorithm", "plain", "--engines", "ours"]
-    assert bench_engines(*options, "--out", str(out), "--json", str(file)) == 0
-    assert "tiny of 2 layers float32, accept code eagle3" in capsys.readouterr().out
-    assert json.loads((out / "target/config.json").read_text())["num_hidden_layers"] == 2
-    assert json.loads(file.read_text())["results"][0]["params"]["layers"] == 2
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
@@ -169,12 +164,14 @@ def test_sglang_runner_passes_options(name: str, ngram: str, monkeypatch: pytest
         assert started[-1]["max_running_requests"] == 5  # one that is read in chunks counts twice
 
 
-def test_bench_engines_drafts_ngrams_from_prompts_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_engines_drafts_ngrams_from_prompts_with_two_runs_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "run.json"
-    options = ["--batch", "2", "--algorithm", "plain,ngram", "--engines", "ours"]
+    options = ["--batch", "2", "--algorithm", "plain,ngram", "--engines", "ours,vllm", "--together", "2"]
     assert bench_engines(*options, "--input", "70", "--out", str(tmp_path), "--json", str(file)) == 0
-    assert "accept code eagle3, quotes of 4 to 24, 70 tokens in" in capsys.readouterr().out
-    plain, ngram = json.loads(file.read_text())["results"]
+    assert "tiny float32, accept code eagle3, quotes of 4 to 24, 70 tokens in" in capsys.readouterr().out
+    plain, ngram = (r for r in json.loads(file.read_text())["results"] if r["params"]["engine"] == "ours")
     assert plain["error"] is None and ngram["error"] is None
     assert ngram["params"]["accept"] == "quotes of 4 to 24" and ngram["params"]["nodes"] == 12
     assert 1.5 < ngram["facts"]["accept_length"] < 8  # some n-grams are found, not all
@@ -316,14 +313,6 @@ def test_worker_turn_waits_for_other_engines(tmp_path: Path, monkeypatch: pytest
     ours, tree, vllm = ("ours", "plain"), ("ours", "tree"), ("vllm", "plain")
     assert engine_comparison.groups_of(["ours", "vllm"], ["plain", "tree"], 2) == [[ours, vllm], [tree]]
     assert engine_comparison.groups_of(["ours", "vllm"], ["plain", "tree"], 1) == [[ours], [vllm], [tree]]
-
-
-def test_bench_engines_runs_two_together(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    options = ["--batch", "1", "--algorithm", "plain,chain", "--engines", "ours,vllm", "--together", "2"]
-    assert bench_engines(*options, "--out", str(tmp_path), "--json", str(file)) == 0
-    results = json.loads(file.read_text())["results"]
-    assert [r["params"]["algorithm"] for r in results if "facts" in r and not r["error"]] == ["plain", "chain"]
 
 
 def test_how_installed_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:

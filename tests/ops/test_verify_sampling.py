@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,17 +41,15 @@ def draw(logits: Tensor, parameters: Sampling, positions: Tensor | None = None, 
     return sd.verify_tree(logits[:, None], tree, 1, **parameters, **arguments).tokens[:, 0].cpu()
 
 
-def acceptable(x: Tensor, s: Sampling, b: int, position: int) -> set[int]:
-    """Return the tokens that the reference may draw if probabilities and top-p have an error of 1e-6."""
+def acceptable(x: Tensor, s: Sampling, b: int, position: int) -> Iterator[int]:
+    """Yield the reference's draw, then those that it may draw if probabilities and top-p have an error of 1e-6."""
     u = reference.uniform(int(s["seeds"][b]), position + 1)
     top_k, top_p, min_p = int(s["top_k"][b]), float(s["top_p"][b]), float(s["min_p"][b])
-    tokens = set()
-    for slack in (-1e-6, 0.0, 1e-6):
+    for slack in (0.0, -1e-6, 1e-6):
         p = reference.filtered(
             x, float(s["temperature"][b]), top_k, top_p + slack if top_p < 1 else 1.0, min_p * (1 + slack)
         )
-        tokens |= {reference.drawn(p, min(max(u + e, 0.0), 1 - 1e-12)) for e in (-1e-6, 0.0, 1e-6)}
-    return tokens
+        yield from (reference.drawn(p, min(max(u + e, 0.0), 1 - 1e-12)) for e in (0.0, -1e-6, 1e-6))
 
 
 def random_parameters(batch: int, vocab: int) -> Sampling:

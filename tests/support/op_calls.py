@@ -59,16 +59,16 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
     edits = edits._replace(bias=floats(2, 20), **factors)
     depths = (tree.positions - tree.positions[:, :1]).float()
     return {
-        "select_topk": [((floats(3, 20), 4), {}), ((floats(3, 20), 4), {"id_map": ints(20)})],
-        "sample_draft": [((floats(2, 20), 4), noise)],
-        "expand_root": [((ints(2, 2), -floats(2, 2).abs(), lens, 3), {"slots": slots, "position_offset": 1})],
-        "expand_tree": [((ints(2, 2, 2), -floats(2, 2, 2).abs(), 2, candidates, frontier, lens), {})],
-        "update_calibration": [((sd.make_calibration(2, like=temperature), tree, -depths, accepted), {})],
-        "draft_extend_inputs": [
+        "select_topk": lambda: [((floats(3, 20), 4), {}), ((floats(3, 20), 4), {"id_map": ints(20)})],
+        "sample_draft": lambda: [((floats(2, 20), 4), noise)],
+        "expand_root": lambda: [((ints(2, 2), -floats(2, 2).abs(), lens, 3), {"slots": slots, "position_offset": 1})],
+        "expand_tree": lambda: [((ints(2, 2, 2), -floats(2, 2, 2).abs(), 2, candidates, frontier, lens), {})],
+        "update_calibration": lambda: [((sd.make_calibration(2, like=temperature), tree, -depths, accepted), {})],
+        "draft_extend_inputs": lambda: [
             ((accepted.tokens, accepted.path, accepted.num_valid, lens, 4), options)
             for options in ({}, {"slots": slots, "position_offset": 1})
         ],
-        "append_draft_backlog": [
+        "append_draft_backlog": lambda: [
             ((accepted.tokens, accepted.path, accepted.num_valid, ints(2), ints(2, 5)), options)
             for options in (
                 {"slots": slots},
@@ -76,32 +76,35 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
                 {"features": floats(8, 8), "backlog_features": floats(2, 5, 8), "cu_seqlens_q": ends},
             )
         ],
-        "build_tree": [((candidates, lens, lens, 4), {}), ((candidates, lens, lens, 3), {"order": "given", **both})],
-        "build_tree_from_parents": [((ints(2, 4), parents, lens), {}), ((ints(2, 4), parents, lens), both)],
-        "build_tree_from_mask": [((ints(2, 4), mask, lens), {}), ((ints(2, 4), mask, lens), both)],
-        "merge_trees": [((tree, floats(2, 4), tree, floats(2, 4), 5), {})],
-        "allocate_nodes": [
+        "build_tree": lambda: [
+            ((candidates, lens, lens, 4), {}),
+            ((candidates, lens, lens, 3), {"order": "given", **both}),
+        ],
+        "build_tree_from_parents": lambda: [((ints(2, 4), parents, lens), {}), ((ints(2, 4), parents, lens), both)],
+        "build_tree_from_mask": lambda: [((ints(2, 4), mask, lens), {}), ((ints(2, 4), mask, lens), both)],
+        "merge_trees": lambda: [((tree, floats(2, 4), tree, floats(2, 4), 5), {})],
+        "allocate_nodes": lambda: [
             ((-floats(2, 4).abs().cumsum(1), 5), options) for options in ({}, {"budget_levels": ints(3)})
         ],
-        "pack_trees": [((tree, floats(2, 4), sd.allocate_nodes(-floats(2, 4).abs().cumsum(1), 5), 6), {})],
-        "add_rms_norm": [
+        "pack_trees": lambda: [((tree, floats(2, 4), sd.allocate_nodes(-floats(2, 4).abs().cumsum(1), 5), 6), {})],
+        "add_rms_norm": lambda: [
             ((floats(3, 64), floats(64), 1e-5), {}),
             ((floats(3, 64), floats(64), 1e-5), {"residual": floats(3, 64)}),
             ((floats(6, 64), floats(64), 1e-5), {"residual": floats(3, 64), "topk_weights": floats(3, 2)}),
         ],
-        "rms_norm_concat": [
+        "rms_norm_concat": lambda: [
             ((floats(9, 64), ints(3), floats(64), floats(4, 64), floats(64), 1e-5), options)
             for options in ({}, {"feature_rows": ints(3)})
         ],
-        "silu_and_mul": [((floats(3, 64),), {})],
-        "small_m_gemm": [
+        "silu_and_mul": lambda: [((floats(3, 64),), {})],
+        "small_m_gemm": lambda: [
             ((floats(3, 64, dtype=torch.bfloat16), floats(48, 64, dtype=torch.bfloat16)), options)
             for options in ({}, {"gated": True}, {"bias": floats(48, dtype=torch.bfloat16)})
         ],
-        "dequantize": [
+        "dequantize": lambda: [
             ((ints(3, 64, high=256).to(torch.uint8), floats(2, 3)), options) for options in ({}, {"dtype": "float32"})
         ],
-        "moe_grouped_gemm": [
+        "moe_grouped_gemm": lambda: [
             (
                 (
                     floats(3, 128, dtype=torch.bfloat16),
@@ -113,37 +116,37 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
             )
             for options in ({}, {"gated": True})
         ],
-        "moe_route": [((floats(5, 9), 3), options) for options in ({}, {"renormalize": True})],
-        "moe_combine": [((floats(6, 40), floats(2, 3)), {})],
-        "quantize_fp8": [((floats(3, 200),), {}), ((floats(3, 200),), {"group_size": 128})],
-        "rope_qkv_write_kv": [
+        "moe_route": lambda: [((floats(5, 9), 3), options) for options in ({}, {"renormalize": True})],
+        "moe_combine": lambda: [((floats(6, 40), floats(2, 3)), {})],
+        "quantize_fp8": lambda: [((floats(3, 200),), {}), ((floats(3, 200),), {"group_size": 128})],
+        "rope_qkv_write_kv": lambda: [
             ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), {}),
             ((floats(2, 3, 8, 64), floats(30, 64), ints(2, 3), pools[0][0], pools[1][0], table, lens), both),
         ],
-        "tree_attention": [
+        "tree_attention": lambda: [
             ((floats(2, 3, 4, 64), pools[0][0], pools[1][0], table, lens), options)
             for options in (both, {"mask": tree.mask[:, :3].contiguous()})
         ],
-        "verify_tree": [
+        "verify_tree": lambda: [
             ((floats(2, 4, 8), tree, 3), {}),
             ((floats(2, 4, 8),), {"tree": tree, "accept_width": 3, **sampling, **both}),
             ((floats(8, 8), tree, 3), {"cu_seqlens_q": ends}),
         ],
-        "score_tokens": [((floats(2, 4, 8), accepted), {"top_n": 2})],
-        "edit_logits": [
+        "score_tokens": lambda: [((floats(2, 4, 8), accepted), {"top_n": 2})],
+        "edit_logits": lambda: [
             ((floats(2, 4, 20), mask, ints(2, 4), edits), {"slots": slots, "vocab_mask": ints(2, 4, 1, high=1 << 20)}),
             ((floats(8, 20), mask.flatten(0, 1), ints(2, 4), edits), {"cu_seqlens_q": ends}),
         ],
-        "mask_stops": [
+        "mask_stops": lambda: [
             ((floats(2, 4, 20), ints(2, 4), ints(2, 1), lens), {"slots": slots}),
             ((floats(8, 20), ints(8), ints(2, 1), lens), {"cu_seqlens_q": ends}),
         ],
-        "commit_tokens": [
+        "commit_tokens": lambda: [
             ((accepted, state), {}),
             ((accepted,), {"state": state, "slots": slots, "counts": ints(2, 20)}),
         ],
-        "alloc_pages": [((pool, lens, 4), {}), ((pool, lens), {"reserve": 2, **both})],
-        "write_kv": [((*new_kv, pools[0][0], pools[1][0], table, lens), {"num_valid": lens - 2, **both})],
-        "move_kv": [((*pools, table, accepted.path, accepted.num_valid, lens), both)],
-        "copy_kv": [((*pools, table, slots[:1], slots[1:], lens, lens[:1] * 0 + 2), {"status": status})],
-    }[op]
+        "alloc_pages": lambda: [((pool, lens, 4), {}), ((pool, lens), {"reserve": 2, **both})],
+        "write_kv": lambda: [((*new_kv, pools[0][0], pools[1][0], table, lens), {"num_valid": lens - 2, **both})],
+        "move_kv": lambda: [((*pools, table, accepted.path, accepted.num_valid, lens), both)],
+        "copy_kv": lambda: [((*pools, table, slots[:1], slots[1:], lens, lens[:1] * 0 + 2), {"status": status})],
+    }[op]()
