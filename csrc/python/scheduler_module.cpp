@@ -39,6 +39,20 @@ struct PyAdmittedRequest {
   py::list cached_entries = py::list();
 };
 
+// A Chunk that owns its tokens, the one after its rows included.
+struct PyChunk {
+  int32_t slot = 0;
+  int64_t start = 0;
+  py::list tokens = py::list();
+};
+
+// A Constrained that owns its tokens.
+struct PyConstrained {
+  int64_t row = 0;
+  int32_t slot = 0;
+  py::list tokens = py::list();
+};
+
 py::list list_of(Tokens tokens) {
   py::list list(tokens.size());
   for (size_t i = 0; i < tokens.size(); ++i) list[i] = tokens[i];
@@ -75,9 +89,9 @@ class PyExecutor : public scheduler::Executor {
     const WithGil gil;
     py::list list;
     for (const Chunk& chunk : chunks) {
-      std::vector<int32_t> tokens = argument(chunk.tokens);
-      tokens.push_back(chunk.next);
-      list.append(py::make_tuple(chunk.slot, chunk.start, std::move(tokens)));
+      py::list tokens = list_of(chunk.tokens);
+      tokens.append(chunk.next);
+      list.append(PyChunk{.slot = chunk.slot, .start = chunk.start, .tokens = std::move(tokens)});
     }
     object_.attr("prefill")(list);
   }
@@ -94,7 +108,8 @@ class PyExecutor : public scheduler::Executor {
     {
       const WithGil gil;
       py::list list;
-      for (const Constrained& each : requests) list.append(py::make_tuple(each.row, each.slot, argument(each.tokens)));
+      for (const Constrained& each : requests)
+        list.append(PyConstrained{.row = each.row, .slot = each.slot, .tokens = list_of(each.tokens)});
       object_.attr("constrain")(number, list, batch, rows);
     }
     if (!graphs_ || !graphs_->launch({batch, rows, max_kv_len}, RoundGraphs::Part::kRest))
@@ -156,6 +171,11 @@ struct pybind11::detail::type_caster<specdec::scheduler::Submission>
 template <>
 struct pybind11::detail::type_caster<specdec::python::PyAdmittedRequest>
     : initialised_caster<specdec::python::PyAdmittedRequest> {};
+template <>
+struct pybind11::detail::type_caster<specdec::python::PyChunk> : initialised_caster<specdec::python::PyChunk> {};
+template <>
+struct pybind11::detail::type_caster<specdec::python::PyConstrained>
+    : initialised_caster<specdec::python::PyConstrained> {};
 template <>
 struct pybind11::detail::type_caster<specdec::scheduler::RoundCosts>
     : initialised_caster<specdec::scheduler::RoundCosts> {};
@@ -422,6 +442,12 @@ void add_scheduler(py::module_& m) {
   def_fields(admitted, required("id", &PyAdmittedRequest::id), required("tokens", &PyAdmittedRequest::tokens),
              optional("ngram_group", &PyAdmittedRequest::ngram_group), optional("extra", &PyAdmittedRequest::extra),
              optional("cached_entries", &PyAdmittedRequest::cached_entries));
+  py::class_<PyChunk> chunk(m, "PrefillChunk", "rows of a prompt for one prefill pass");
+  def_fields(chunk, required("slot", &PyChunk::slot), required("start", &PyChunk::start),
+             required("tokens", &PyChunk::tokens));
+  py::class_<PyConstrained> constrained(m, "ConstrainedRow", "a constrained request of a round");
+  def_fields(constrained, required("row", &PyConstrained::row), required("slot", &PyConstrained::slot),
+             required("tokens", &PyConstrained::tokens));
   using Release = py::call_guard<WithoutGil>;
   const UpdateType update_type(
       m, "specdec_kernels._C.RequestUpdate", "New tokens of a request, or its end",

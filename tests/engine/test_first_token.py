@@ -72,8 +72,8 @@ class Calls:
             self.rounds.append((batch, rows))
             begin_round(batch, rows, max_kv_len)
 
-        def prefilled(chunks: list[tuple[int, int, list[int]]]) -> None:
-            self.prefilled.append([(slot, start, len(tokens) - 1) for slot, start, tokens in chunks])
+        def prefilled(chunks: list[_C.PrefillChunk]) -> None:
+            self.prefilled.append([(chunk.slot, chunk.start, len(chunk.tokens) - 1) for chunk in chunks])
             prefill(chunks)
 
         def counted(*arguments: Any) -> Any:
@@ -172,7 +172,9 @@ def test_what_follows_the_last_layer_is_that_of_a_forward_pass(implementation: s
         with torch.inference_mode():
             for slot, text in enumerate(texts):
                 engine.core.executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
-            engine.core.executor.prefill([(slot, 0, [*text, text[-1]]) for slot, text in enumerate(texts)])
+            engine.core.executor.prefill(
+                [_C.PrefillChunk(slot=slot, start=0, tokens=[*text, text[-1]]) for slot, text in enumerate(texts)]
+            )
             for slot, text in enumerate(texts):
                 want = reference_model()(torch.tensor([text]), output_hidden_states=True)
                 logits = engine.target.logits(state.last_hidden[slot])
@@ -277,7 +279,7 @@ def test_stalled_first_round_continues_without_drafts(name: str, device: torch.d
             tokens = begin(engine, 0, text)
         else:
             executor.begin(0, _C.AdmittedRequest(id=0, tokens=text))
-            executor.prefill([(0, 0, [*text, text[-1]])])
+            executor.prefill([_C.PrefillChunk(slot=0, start=0, tokens=[*text, text[-1]])])
             state.seq_lens[0], state.root_tokens[0], state.remaining[0] = len(text) - 1, text[-1], 100
             executor.activate([0])
             state.status[0] = int(Status.STALLED)

@@ -7,7 +7,7 @@ import torch
 
 from specdec_kernels import _C
 from specdec_kernels.engine import Engine
-from specdec_kernels.engine.device.prefill import Chunk, Shape, pack
+from specdec_kernels.engine.device.prefill import Shape, pack
 from specdec_kernels.engine.device.prefill_graphs import PIECE, Passes, captured_shapes
 from specdec_kernels.engine.host_tensors import to_device
 from specdec_kernels.engine.startup import on_stream
@@ -18,17 +18,18 @@ from support.manual_rounds import DRAFTS, MAX_LEN, every_draft, kv_of, make_engi
 SLOTS = 4
 
 
-def chunks_of(engine: Engine) -> list[Chunk]:
+def chunks_of(engine: Engine) -> list[_C.PrefillChunk]:
     """Return three slots with pages; the first has a longer prefix."""
     chunks = []
     for slot, (start, text) in enumerate(zip((7, 0, 0), (prompts()[5], prompts()[1], prompts()[2]), strict=True)):
         engine.core.executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
-        chunks.append((slot, start, text[start:]))
-    engine.core.executor.passes.launch(*packed(engine, [(0, 0, prompts()[5][:8])], Shape(1, 7, 1)))
+        chunks.append(_C.PrefillChunk(slot=slot, start=start, tokens=text[start:]))
+    prefix = _C.PrefillChunk(slot=0, start=0, tokens=prompts()[5][:8])
+    engine.core.executor.passes.launch(*packed(engine, [prefix], Shape(1, 7, 1)))
     return chunks
 
 
-def packed(engine: Engine, chunks: list[Chunk], shape: Shape) -> tuple[torch.Tensor, Shape]:
+def packed(engine: Engine, chunks: list[_C.PrefillChunk], shape: Shape) -> tuple[torch.Tensor, Shape]:
     return to_device(pack(chunks, shape), engine.device), shape
 
 

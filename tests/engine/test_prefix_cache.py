@@ -300,7 +300,7 @@ def test_samples_that_come_together_prefill_their_prompt_once(name: str) -> None
     prefill = engine.core.executor.prefill
 
     def count(each: list[Any]) -> None:
-        chunks.extend((start, len(tokens) - 1) for _, start, tokens in each)
+        chunks.extend((chunk.start, len(chunk.tokens) - 1) for chunk in each)
         prefill(each)
 
     engine.core.executor.prefill = count  # type: ignore[method-assign]

@@ -223,7 +223,7 @@ def test_scheduler_prefills_higher_priority_first() -> None:
     device.priorities = [1, 0]
     calls: list[list[int]] = []
     prefill = device.prefill
-    device.prefill = lambda chunks: (calls.append([slot for slot, _, _ in chunks]), prefill(chunks))[1]  # type: ignore[method-assign]
+    device.prefill = lambda chunks: (calls.append([chunk.slot for chunk in chunks]), prefill(chunks))[1]  # type: ignore[method-assign]
     device.submit([1] * 12, 2)
     device.step()
     device.submit([1] * 8, 2)
@@ -293,8 +293,8 @@ def test_prompts_share_a_call() -> None:
     calls: list[list[tuple[int, int, int]]] = []
     prefill = device.prefill
 
-    def note(chunks: list[tuple[int, int, list[int]]]) -> None:
-        calls.append([(slot, start, len(tokens) - 1) for slot, start, tokens in chunks])
+    def note(chunks: list[_C.PrefillChunk]) -> None:
+        calls.append([(chunk.slot, chunk.start, len(chunk.tokens) - 1) for chunk in chunks])
         prefill(chunks)
 
     device.prefill = note  # type: ignore[method-assign]

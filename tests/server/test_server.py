@@ -183,7 +183,7 @@ def test_server_prefills_shared_prefixes_once(server: Running, client: OpenAI) -
     prefill = server.engine.core.executor.prefill
 
     def count(chunks: list[Any]) -> None:
-        rows.extend(len(tokens) - 1 for _, _, tokens in chunks)
+        rows.extend(len(chunk.tokens) - 1 for chunk in chunks)
         prefill(chunks)
 
     prompt = prompts()[3]

@@ -469,23 +469,23 @@ class Device:
             self.first_starts.append(request_id)
         self.may_fail("begin", request_id)
 
-    def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None:
-        states = [self.slots[slot] for slot, _, _ in chunks]
+    def prefill(self, chunks: list[_C.PrefillChunk]) -> None:
+        states = [self.slots[chunk.slot] for chunk in chunks]
         # The first in rank that are not prefilled, as many rows of each as there is room for.
         wanting = self.by_rank([s for s in self.slots.values() if not (s.left or s.active) and s.rows < len(s.text)])
         assert states == wanting[: len(chunks)] and len(chunks) <= self.sizes.prefill_requests
         room = self.sizes.prefill_chunk
-        for state, (_, start, tokens) in zip(states, chunks, strict=True):
+        for state, chunk in zip(states, chunks, strict=True):
             count = min(room, len(state.text) - state.rows)
-            assert not state.active and start == state.rows and count > 0
-            assert tokens == [*state.text, state.text[-1]][start : start + count + 1]
+            assert not state.active and chunk.start == state.rows and count > 0
+            assert chunk.tokens == [*state.text, state.text[-1]][chunk.start : chunk.start + count + 1]
             room -= count
-            self.take_pages(state, start + count)
+            self.take_pages(state, chunk.start + count)
         assert not room or len(chunks) in (len(wanting), self.sizes.prefill_requests)
         self.may_fail("prefill", *(state.request_id for state in states))
-        for state, (slot, start, tokens) in zip(states, chunks, strict=True):
-            state.rows += len(tokens) - 1
-            self.pages.write_text(slot, state.text, start, state.rows)
+        for state, chunk in zip(states, chunks, strict=True):
+            state.rows += len(chunk.tokens) - 1
+            self.pages.write_text(chunk.slot, state.text, chunk.start, state.rows)
             state.drafted = min(state.rows, len(state.text) - 1)
             self.take_pages(state, state.rows)
         for other in self.slots.values():
@@ -554,15 +554,15 @@ class Device:
         if self.late is not None:
             self.may_fail(*self.late)
 
-    def constrain(self, number: int, requests: list[tuple[int, int, list[int]]], batch: int, num_rows: int) -> None:
+    def constrain(self, number: int, requests: list[_C.ConstrainedRow], batch: int, num_rows: int) -> None:
         assert number == self.num_applied and batch >= len(self.drafted)
         states = [self.slots[slot] for slot in self.drafted]
         going_on = [state for state in states if not state.finished and not state.left]
         constrained = [state for state in going_on if self.sent[state.request_id].constrained]
-        assert [self.slots[slot] for _, slot, _ in requests] == constrained, "rounds before have been read"
-        for row, slot, tokens in requests:
-            state = self.slots[slot]
-            assert self.drafted[row] == slot and tokens == state.text[state.notified :]
+        assert [self.slots[request.slot] for request in requests] == constrained, "rounds before have been read"
+        for request in requests:
+            state = self.slots[request.slot]
+            assert self.drafted[request.row] == request.slot and request.tokens == state.text[state.notified :]
             state.notified = len(state.text)
         self.may_fail("constrain", *(state.request_id for state in going_on))
 

@@ -50,7 +50,8 @@ def begin(engine: Engine, slot: int, text: list[int], chunk: int = 1000, budget:
     executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=text))
     for start in range(0, rows, chunk):
         count = min(chunk, rows - start)
-        executor.prefill([(slot, start, [*text, text[-1]][start : start + count + 1])])
+        tokens = [*text, text[-1]][start : start + count + 1]
+        executor.prefill([_C.PrefillChunk(slot=slot, start=start, tokens=tokens)])
     state.seq_lens[slot], state.root_tokens[slot], state.remaining[slot] = rows - 1, text[-1], budget
     executor.activate([slot])
     return run(engine, [slot], _C.FIRST_ROUND)[slot]

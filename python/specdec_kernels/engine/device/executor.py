@@ -14,12 +14,11 @@ from ..drafts.composition import restore_slot, walk
 from ..host_tensors import to_device
 from ..logit_edits import LogitEdit
 from ..slot_inputs import SlotInputs
-from .prefill import Chunk
 from .prefill_graphs import Passes
 from .round import Round
 
 if TYPE_CHECKING:
-    from ..._C import AdmittedRequest
+    from ..._C import AdmittedRequest, ConstrainedRow, PrefillChunk
 
 
 MOST_ASSIGNED = 512  # entries of one call of `assign_pages`
@@ -91,7 +90,7 @@ class Executor:
             assign_pages(self.state.all_pages, *entries[:, begin : begin + MOST_ASSIGNED])
 
     @torch.inference_mode()
-    def prefill(self, chunks: list[Chunk]) -> None:
+    def prefill(self, chunks: list[PrefillChunk]) -> None:
         self.passes.run(chunks)
 
     @torch.inference_mode()
@@ -117,7 +116,7 @@ class Executor:
         self.round.finish(batch, num_rows, max_kv_len)
 
     @torch.inference_mode()
-    def constrain(self, number: int, requests: list[tuple[int, int, list[int]]], batch: int, num_rows: int) -> None:
+    def constrain(self, number: int, requests: list[ConstrainedRow], batch: int, num_rows: int) -> None:
         if requests:
             assert self.round.masks is not None
             self.round.masks.fill(number, requests, batch, self.round.most_nodes(batch, num_rows), self._is_busy)

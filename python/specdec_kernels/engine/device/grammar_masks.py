@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...ops import Tree
 from ..params import SamplingParams
+
+if TYPE_CHECKING:
+    from ..._C import ConstrainedRow
 
 Matcher = Any  # xgrammar.GrammarMatcher
 POLL_SECONDS = 5e-5  # between two polls for the device's trees
@@ -114,7 +117,7 @@ class TreeMasks:
     def fill(
         self,
         number: int,
-        requests: Sequence[tuple[int, int, list[int]]],
+        requests: Sequence[ConstrainedRow],
         batch: int,
         num_nodes: int,
         busy: Callable[[], bool],
@@ -123,7 +126,7 @@ class TreeMasks:
 
         Args:
             number: of the round.
-            requests: for each constrained request its row of the round, its slot, and its new tokens.
+            requests: the constrained requests of the round, with their new tokens.
             batch: rows of the round.
             num_nodes: nodes of each tree.
             busy: whether the device is working; an idle device publishes nothing more.
@@ -137,10 +140,9 @@ class TreeMasks:
         ends = self._trees[3 * size : 3 * size + batch + 1].tolist()
 
         @torch.inference_mode()
-        def fill_one(request: tuple[int, int, list[int]]) -> None:
-            row, slot, new_tokens = request
-            matcher = self.matchers[slot]
-            for token in new_tokens:
+        def fill_one(request: ConstrainedRow) -> None:
+            row, matcher = request.row, self.matchers[request.slot]
+            for token in request.tokens:
                 matcher.accept_token(token)
             begin, count = ends[row], ends[row + 1] - ends[row]
             allowed = self._on_host[begin : begin + count].fill_(FULL)
@@ -156,7 +158,7 @@ class TreeMasks:
         # xgrammar releases the GIL.
         for _ in self._threads.map(fill_one, requests) if len(requests) > 1 else map(fill_one, requests):
             pass
-        rows = [(ends[row], ends[row + 1]) for row, _, _ in requests]
+        rows = [(ends[request.row], ends[request.row + 1]) for request in requests]
         begin, end = min(first for first, _ in rows), max(last for _, last in rows)
         if self._copies is None:
             self.allowed[begin:end] = self._on_host[begin:end]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ... import _C
 from ..drafts.composition import pools_of
 from ..host_tensors import to_device
 from .executor import Executor
@@ -49,7 +50,8 @@ def largest_prefill(executor: Executor, prefill_chunk: int) -> None:
     rows, longest = math.ceil((1 + MOST_PADDING) * prefill_chunk), int(state.max_seq_lens[0]) - 1
     lengths = [min(longest, rows - start) for start in range(0, rows, longest)][: len(state.seq_lens)]
     shape = Shape.fitting(lengths)
-    packed = pack([(slot, 0, [0] * (length + 1)) for slot, length in enumerate(lengths)], shape)
+    chunks = [_C.PrefillChunk(slot=slot, start=0, tokens=[0] * (n + 1)) for slot, n in enumerate(lengths)]
+    packed = pack(chunks, shape)
     executor.passes.launch(to_device(packed, state.seq_lens.device), shape)
     executor.activate(list(range(len(lengths))))
     for tensor in (state.seq_lens, state.status):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from ...models.language_model import Prefilled
 from ...models.layers.paged_batch import LastRows, PagedBatch
 from .state import EngineState
 
-MOST_PADDING = 0.1  # of a pass of several chunks
+if TYPE_CHECKING:
+    from ..._C import PrefillChunk
 
-# Slot, first row, tokens: one more than rows, for the last row's successor; a text's last token is its own successor.
-Chunk = tuple[int, int, list[int]]
+MOST_PADDING = 0.1  # of a pass of several chunks
 
 
 class Shape(NamedTuple):
@@ -49,7 +49,7 @@ def num_pieces(lengths: Sequence[int], length: int) -> int:
     return sum(-(-n // length) for n in lengths)
 
 
-def pack(chunks: Sequence[Chunk], shape: Shape) -> array[int]:
+def pack(chunks: Sequence[PrefillChunk], shape: Shape) -> array[int]:
     """Pack what the host knows of a pass for one copy to the device.
 
     If the shape has room for more, pieces without rows are added, and the last chunk is repeated.
@@ -57,17 +57,17 @@ def pack(chunks: Sequence[Chunk], shape: Shape) -> array[int]:
     length = shape.length
     piece_slots, starts, counts, tokens = array("i"), array("i"), array("i"), array("i")
     slots, ends, last_rows = array("i"), array("i"), array("i")
-    for slot, start, chunk in chunks:
-        num_rows = len(chunk) - 1
+    for chunk in chunks:
+        chunk_tokens, num_rows = chunk.tokens, len(chunk.tokens) - 1
         for begin in range(0, num_rows, length):
             count = min(length, num_rows - begin)
-            piece_slots.append(slot)
-            starts.append(start + begin)
+            piece_slots.append(chunk.slot)
+            starts.append(chunk.start + begin)
             counts.append(count)
-            tokens.extend(chunk[begin : begin + count + 1])
+            tokens.extend(chunk_tokens[begin : begin + count + 1])
             tokens.extend([0] * (length - count))
-        slots.append(slot)
-        ends.append(start + num_rows)
+        slots.append(chunk.slot)
+        ends.append(chunk.start + num_rows)
         last_rows.append((len(counts) - 1) * length + counts[-1] - 1)
     for of_pieces, empty in ((piece_slots, slots[-1]), (starts, 0), (counts, 0)):
         of_pieces.extend([empty] * (shape.pieces - len(of_pieces)))

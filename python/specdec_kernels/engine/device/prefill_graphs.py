@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,8 +11,11 @@ from torch import Tensor
 from ...models.language_model import LanguageModel
 from ..drafts import Draft
 from ..host_tensors import to_device
-from .prefill import Chunk, Prefill, Shape, num_pieces, pack
+from .prefill import Prefill, Shape, num_pieces, pack
 from .state import EngineState
+
+if TYPE_CHECKING:
+    from ..._C import PrefillChunk
 
 PIECE = 64  # rows of a captured pass's pieces
 CHEAP_ROWS = 256  # a pass of this many rows takes little longer than one of a few: reading the weights dominates
@@ -38,9 +42,9 @@ class Passes:
         self.target, self.draft, self.state = target, draft, state
         self.captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and its input, as of `pack`
 
-    def run(self, chunks: Sequence[Chunk]) -> None:
+    def run(self, chunks: Sequence[PrefillChunk]) -> None:
         """Run chunks in the captured or fitting shape."""
-        lengths = [len(tokens) - 1 for _, _, tokens in chunks]
+        lengths = [len(chunk.tokens) - 1 for chunk in chunks]
         fitting = Shape.fitting(lengths)
         shape = self.captured_shape(lengths, fitting.rows)
         if shape is None:
