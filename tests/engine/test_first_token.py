@@ -29,6 +29,7 @@ from support.exhaustive import covering, representative
 from support.manual_rounds import begin, run
 from support.manual_rounds import make_engine as make_engine_of
 from support.manual_rounds import prompts as round_prompts
+from support.observed_rounds import launches_of, prefills_of, wrap_method
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
 from support.window_models import WINDOW, model_of, random_texts
 
@@ -58,30 +59,24 @@ class Calls:
     """What an engine's executor and target are asked for from here on."""
 
     def __init__(self, engine: Engine) -> None:
-        self.rounds: list[tuple[int, int]] = []  # batch and rows, of records alone none
-        self.prefilled: list[list[tuple[int, int, int]]] = []  # of each pass slot, first row and rows
+        self._launched, self._passes = launches_of(engine), prefills_of(engine)
         self.forwards = 0  # of the target
-        executor, target = engine.core.executor, engine.target
-        launch, begin_round, prefill, forward = executor.launch, executor.forward, executor.prefill, target.forward
 
-        def launched(batch: int, rows: int, max_kv_len: int) -> None:
-            self.rounds += [(batch, rows)] if batch else []
-            launch(batch, rows, max_kv_len)
-
-        def begun(batch: int, rows: int, max_kv_len: int) -> None:
-            self.rounds.append((batch, rows))
-            begin_round(batch, rows, max_kv_len)
-
-        def prefilled(chunks: list[_C.PrefillChunk]) -> None:
-            self.prefilled.append([(chunk.slot, chunk.start, len(chunk.tokens) - 1) for chunk in chunks])
-            prefill(chunks)
-
-        def counted(*arguments: Any) -> Any:
+        def count(forward: Callable[..., Any], *arguments: Any) -> Any:
             self.forwards += 1
             return forward(*arguments)
 
-        executor.launch, executor.forward, executor.prefill = launched, begun, prefilled  # type: ignore[method-assign]
-        target.forward = counted  # type: ignore[method-assign]
+        wrap_method(engine.target, "forward", count)
+
+    @property
+    def rounds(self) -> list[tuple[int, int]]:
+        """Return batch and rows of each round."""
+        return [(batch, rows) for batch, rows, _ in self._launched if batch]
+
+    @property
+    def prefilled(self) -> list[list[tuple[int, int, int]]]:
+        """Return slot, first row and number of rows of each chunk, by pass."""
+        return [[(chunk.slot, chunk.start, len(chunk.tokens) - 1) for chunk in chunks] for chunks in self._passes]
 
 
 def expect_texts(prompts: list[list[int]], outputs: list[RequestOutput], count: int) -> None:

@@ -28,6 +28,7 @@ from support.eagle_heads import random_tensors, write_head
 from support.exhaustive import representative
 from support.manual_rounds import begin, prompts
 from support.manual_rounds import run as run_round
+from support.observed_rounds import launches_of
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, reference_model
 
 HEAD = tiny_model("eagle3")
@@ -312,10 +313,7 @@ def test_engine_with_idle_drafts_keeps_texts(name: str, device: torch.device, tm
     draft = DRAFTS[name](tmp_path)
     tuning = tuning_for(draft, [1.0, 1e9], device)
     engine = make_engine(draft, device, adaptive=True, tuning=tuning)
-    launched: list[tuple[int, int]] = []
-    if engine.graphs is None:
-        launch = engine.core.executor.launch
-        engine.core.executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
+    launched = launches_of(engine)
     outputs = engine.generate(prompts(), SamplingParams(NEW_TOKENS, ignore_eos=True))
     for prompt, output, want in zip(prompts(), outputs, plain_texts(), strict=True):
         Comparison(reference_model()).check(prompt, output.tokens[: len(want)], want)
@@ -324,7 +322,7 @@ def test_engine_with_idle_drafts_keeps_texts(name: str, device: torch.device, tm
     kept = int(model_draft(engine).backlog_lens.max())
     assert 0 < kept <= MAX_IDLE_ROUNDS
     if engine.graphs is None:
-        catch_ups = [batch for batch, rows in launched if batch and not rows]
+        catch_ups = [batch for batch, rows, _ in launched if batch and not rows]
         assert len(prompts()) * NEW_TOKENS / 3 / MAX_IDLE_ROUNDS / 3 < len(catch_ups) < len(launched) / 4
 
 
@@ -334,13 +332,11 @@ def test_requests_that_want_no_drafts_rest_for_good(adaptive: bool, device: torc
     draft = Eagle3(HEAD, num_steps=3, topk=2, num_nodes=8)
     tuning = tuning_for(draft, [1e9, 1.0], device, cuda_graph=False)
     engine = make_engine(draft, device, adaptive=adaptive, tuning=tuning, cuda_graph=False)
-    launched: list[tuple[int, int]] = []
-    launch = engine.core.executor.launch
-    engine.core.executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
+    launched = launches_of(engine)
     off = SamplingParams(NEW_TOKENS, ignore_eos=True, speculation="off")
     outputs = engine.generate(prompts(), off)
     assert [output.stats.rounds for output in outputs] == [NEW_TOKENS - 1] * len(prompts())
-    assert all(rows in (batch, _C.FIRST_ROUND) for batch, rows in launched)
+    assert all(rows in (batch, _C.FIRST_ROUND) for batch, rows, _ in launched)
     assert engine.stats().rounds_by_nodes[1] == engine.stats().rounds > 0
     launched.clear()
     both = [off, SamplingParams(NEW_TOKENS, ignore_eos=True)]
@@ -348,18 +344,16 @@ def test_requests_that_want_no_drafts_rest_for_good(adaptive: bool, device: torc
     got = engine.generate(prompts()[:2], both)
     assert [output.tokens for output in got] == want
     assert got[0].stats.drafted == 0 < got[1].stats.drafted
-    assert any(rows > batch for batch, rows in launched)
+    assert any(rows > batch for batch, rows, _ in launched)
     assert sum(engine.stats().rounds_by_nodes.values()) == engine.stats().rounds > engine.stats().rounds_by_nodes[1]
 
 
 def test_batch_invariant_engine_has_one_round_size(device: torch.device) -> None:
     engine = make_engine(Eagle3(HEAD, num_steps=3, topk=2, num_nodes=8), device, batch_invariant=True, cuda_graph=False)
     assert (engine.config.plain_rounds, engine.config.max_idle_rounds) == (False, 0)
-    launched: list[tuple[int, int]] = []
-    launch = engine.core.executor.launch
-    engine.core.executor.launch = lambda *size: launched.append(size[:2]) or launch(*size)
+    launched = launches_of(engine)
     engine.generate(prompts()[:3], SamplingParams(6, speculation="off"))
-    assert {(batch, rows) for batch, rows in launched if batch} == {(3, 24), (3, _C.FIRST_ROUND)}
+    assert {(batch, rows) for batch, rows, _ in launched if batch} == {(3, 24), (3, _C.FIRST_ROUND)}
 
 
 @pytest.mark.parametrize("draft", [None, Ngram(num_nodes=8)], ids=["none", "ngram"])

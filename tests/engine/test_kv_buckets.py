@@ -31,6 +31,7 @@ from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.synthetic.shapes import shape_config
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import covering
+from support.observed_rounds import wrap_launch
 from support.tiny_checkpoint import Comparison, held_out, reference_model
 
 GPU = Machine(torch.device("cuda"), 140 * 10**9, sd.H200)
@@ -199,13 +200,13 @@ def test_kv_bucket_crossing_keeps_texts(
             device=device,
         )
         seen: set[int] = set()
-        launch, most = engine.core.executor.round.launch, engine.config.max_len + engine.config.reserve
+        most = engine.config.max_len + engine.config.reserve
 
-        def launch_bounded(batch: int, num_rows: int, max_kv_len: int) -> None:
+        def launch_bounded(launch: Callable[..., None], batch: int, num_rows: int, max_kv_len: int) -> None:
             seen.add(max_kv_len)
             launch(batch, num_rows, max_kv_len if bounded else most)
 
-        engine.core.executor.launch = launch_bounded  # of rounds that are no graphs
+        wrap_launch(engine, launch_bounded)
         outputs = engine.generate(prompts, params)
         if engine.graphs is not None:
             num_kinds = sum(map(len, engine.config.all_rows))
@@ -227,8 +228,7 @@ def test_kv_bucket_crossing_keeps_texts(
 def test_round_with_too_small_kv_bound_raises(device: torch.device) -> None:
     """The bound is what attention goes by, and a wrong one is no wrong text."""
     engine = Engine(TARGET, max_len=512, num_slots=1, dtype=torch.float32, device=device, cuda_graph=False)
-    launch = engine.core.executor.round.launch
-    engine.core.executor.launch = lambda batch, num_rows, max_kv_len: launch(batch, num_rows, min(max_kv_len, 40))
+    wrap_launch(engine, lambda launch, batch, num_rows, max_kv_len: launch(batch, num_rows, min(max_kv_len, 40)))
     with pytest.raises(GenerationError, match=r"BAD_LENGTH") as error:
         engine.generate([held_out("code")[0][:30]], SamplingParams(max_new_tokens=30, ignore_eos=True))
     assert 5 <= len(error.value.outputs[0].tokens) <= 12
@@ -248,9 +248,9 @@ def test_round_bounds_every_forward_pass(draft: Eagle3 | None, monkeypatch: pyte
     engine = Engine(TARGET, draft=draft, max_len=64, num_slots=1, dtype=torch.float32, device="cpu")
     launched: set[int | None] = set()
     bounds: set[int | None] = set()
-    launch, rows = engine.core.executor.round.launch, EngineState.rows
+    rows = EngineState.rows
 
-    def note_launch(batch: int, num_rows: int, max_kv_len: int) -> None:
+    def note_launch(launch: Callable[..., None], batch: int, num_rows: int, max_kv_len: int) -> None:
         launched.add(max_kv_len)
         launch(batch, num_rows, max_kv_len)
         assert bounds <= {max_kv_len}
@@ -260,7 +260,7 @@ def test_round_bounds_every_forward_pass(draft: Eagle3 | None, monkeypatch: pyte
         bounds.add(options.get("max_kv_len"))
         return rows(*args, **options)
 
-    engine.core.executor.launch = note_launch
+    wrap_launch(engine, note_launch)
     monkeypatch.setattr(EngineState, "rows", note_rows)
     engine.generate([[1, 2, 3]], SamplingParams(8, ignore_eos=True))
     assert None not in launched and len(launched) > 1

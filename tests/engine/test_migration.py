@@ -33,6 +33,7 @@ from support.changed_weights import make_engine as make_quick_engine
 from support.decoding_process import decode
 from support.devices import HAS_CUDA
 from support.exhaustive import representative
+from support.observed_rounds import wrap_method
 from support.random_checkpoints import random_prompts, save_random_model
 from support.sampled_texts import differing
 from support.tiny_checkpoint import held_out
@@ -64,14 +65,13 @@ def make_engine(target: Any, draft: Draft | None, device: torch.device | str, **
     engine = make_quick_engine(target, draft, device, **options)
     if engine.config.machine.device.type == "cpu":
         for part in ("launch", "forward"):  # the latter for rounds with grammars
-            begin = getattr(engine.core.executor, part)
-
-            def late(*size: int, begin: Callable[..., None] = begin) -> None:
-                time.sleep(0.005)
-                begin(*size)
-
-            setattr(engine.core.executor, part, late)
+            wrap_method(engine.core.executor, part, start_late)
     return engine
+
+
+def start_late(begin: Callable[..., None], *size: int) -> None:
+    time.sleep(0.005)
+    begin(*size)
 
 
 def moved(a: Engine, b: Engine, request: Request, count: int) -> Request | None:

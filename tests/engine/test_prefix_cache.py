@@ -34,6 +34,7 @@ from specdec_kernels.engine.drafts.composition import pools_of
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import representative
 from support.leaks import cached_pages, expect_nothing_left, expect_nothing_lost
+from support.observed_rounds import prefills_of, wrap_method
 from support.sampled_texts import differing
 from support.tiny_checkpoint import held_out
 
@@ -250,17 +251,13 @@ def cached_pages_watched(engine: Engine) -> Iterator[list[int]]:
         counts.append(len(pages))
         return [kv[:, pages].clone() for group in pools for kv in group.pools]
 
-    def watched(call: Callable[..., None]) -> Callable[..., None]:
-        def run(*arguments: Any) -> None:
-            before = contents()
-            call(*arguments)
-            assert all(torch.equal(a, b) for a, b in zip(before, contents(), strict=True)), "a cached page is written"
+    def watch(call: Callable[..., None], *arguments: Any) -> None:
+        before = contents()
+        call(*arguments)
+        assert all(torch.equal(a, b) for a, b in zip(before, contents(), strict=True)), "a cached page is written"
 
-        return run
-
-    executor: Any = engine.core.executor
     for name in ("prefill", "activate", "launch"):
-        setattr(executor, name, watched(getattr(executor, name)))
+        wrap_method(engine.core.executor, name, watch)
     yield counts
 
 
@@ -296,16 +293,10 @@ def test_cached_rows_stay_as_they_are(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize("name", ["none", "eagle3-tree", "standalone"])
 def test_samples_that_come_together_prefill_their_prompt_once(name: str) -> None:
     engine = make_engine(DRAFTS[name](), num_slots=6, num_pages=600)
-    chunks: list[tuple[int, int]] = []
-    prefill = engine.core.executor.prefill
-
-    def count(each: list[Any]) -> None:
-        chunks.extend((chunk.start, len(chunk.tokens) - 1) for chunk in each)
-        prefill(each)
-
-    engine.core.executor.prefill = count  # type: ignore[method-assign]
+    passes = prefills_of(engine)
     prompt = held_out("code")[0][:80]
     outputs = engine.generate([prompt], SamplingParams(10, temperature=1.0, seed=0, n=6))
+    chunks = [(chunk.start, len(chunk.tokens) - 1) for chunks in passes for chunk in chunks]
     assert chunks == [(0, 48), (48, 32)] + [(76, 4)] * 5
     assert [output.cached_tokens for output in outputs] == [0] + [76] * 5
     stats = engine.stats()
@@ -315,12 +306,10 @@ def test_samples_that_come_together_prefill_their_prompt_once(name: str) -> None
 def test_prefix_cache_short_match_delays_nobody() -> None:
     """Who shares less than half of its prompt with one that is being prefilled does not wait for it."""
     engine = make_engine(None, num_slots=4, num_pages=600, prefill_chunk=2048)
-    slots: list[int] = []
-    prefill = engine.core.executor.prefill
-    engine.core.executor.prefill = lambda each: (slots.append(len(each)), prefill(each))[1]  # type: ignore[method-assign]
+    passes = prefills_of(engine)
     first, second, *_ = held_out("code")
     engine.generate([first[:40], first[:12] + second[:28], second[:30]], SamplingParams(4))
-    assert slots == [3]
+    assert [len(chunks) for chunks in passes] == [3]
 
 
 def test_prefix_cache_multi_turn_prompt_prefills_last_turn(device: torch.device) -> None:

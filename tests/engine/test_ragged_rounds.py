@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from support.budget_engines import (
     plain_texts,
     prompts,
 )
+from support.observed_rounds import wrap_launch
 from support.tiny_checkpoint import Comparison, reference_model
 
 
@@ -30,8 +32,8 @@ from support.tiny_checkpoint import Comparison, reference_model
 def test_round_rows_are_shared_by_requests(name: str, tmp_path: Path) -> None:
     """No more than the budget, some requests more than others, and the texts are those of the target."""
     engine = make_engine(DRAFTS[name](tmp_path), torch.device("cpu"), adaptive=True)
-    round, launch = engine.core.executor.round, engine.core.executor.launch
-    engine.core.executor.launch = lambda batch, rows, most: launch(batch, 4 * batch if rows > 0 else rows, most)  # type: ignore
+    round = engine.core.executor.round
+    wrap_launch(engine, lambda launch, batch, rows, most: launch(batch, 4 * batch if rows > 0 else rows, most))
     seen: list[list[int]] = []
     commit = round.commit
 
@@ -77,9 +79,9 @@ def test_small_budget_drafts_fewer_levels(rows: int, steps: int) -> None:
     """The first is drafted already when a round begins. Texts are those of the target."""
     draft = Eagle3(tiny_model("eagle3"), num_steps=5, topk=2, num_nodes=16)
     engine = make_engine(draft, torch.device("cpu"), adaptive=True, num_slots=4, batch_sizes=[4])
-    launch, step, passes = engine.core.executor.launch, draft.step, []
+    step, passes = draft.step, []
 
-    def launched(batch: int, num_rows: int, most: int) -> None:
+    def launched(launch: Callable[..., None], batch: int, num_rows: int, most: int) -> None:
         passes.append(0)
         launch(batch, rows if num_rows > 0 else num_rows, most)
 
@@ -87,7 +89,7 @@ def test_small_budget_drafts_fewer_levels(rows: int, steps: int) -> None:
         passes[-1] += 1
         return step(*given)
 
-    engine.core.executor.launch = launched  # type: ignore[method-assign]
+    wrap_launch(engine, launched)
     draft.step = stepped  # type: ignore[method-assign]
     expect_plain_texts(engine)
     assert set(passes) - {0} == {steps - 1} - {0} and len(passes) > 10
@@ -99,7 +101,7 @@ def test_idle_slot_gets_no_rows() -> None:
     slots = torch.tensor([2, 0, -1, 1], dtype=torch.int32)
     scores = torch.zeros(4, 16)
     state.finish_reasons[2], state.status[1] = int(sd.FinishReason.STOP), int(sd.Status.STALLED)
-    shares = round._share(scores, slots, 16)
+    shares = round.allocate_shares(scores, slots, 16)
     assert shares.num_nodes.tolist() == [0, 16, 0, 0] and shares.cu_seqlens.tolist() == [0, 0, 16, 16, 16]
 
 

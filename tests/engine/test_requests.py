@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from specdec_kernels.engine import (
     SamplingParams,
 )
 from support.leaks import expect_nothing_left
+from support.observed_rounds import launches_of, wrap_launch
 from support.paused_rounds import rounds_held
 from support.random_checkpoints import VOCAB, random_prompts, save_random_model
 from support.random_engines import make_engine as random_engine
@@ -75,23 +76,16 @@ def test_submit_many_starts_all_requests(stream: bool) -> None:
 
 def test_submit_many_joins_in_one_turn() -> None:
     """Whatever the loop is at when it comes: its first round has all of them."""
-    rounds: list[int] = []
     with make_engine("none", num_slots=8, adaptive=False, max_len=1024) as engine:
-        launch = engine.core.executor.launch
-
-        def note(batch: int, num_rows: int, max_kv_len: int) -> None:
-            rounds.append(batch)
-            launch(batch, num_rows, max_kv_len)
-
-        engine.core.executor.launch = note  # type: ignore[method-assign]
+        rounds = launches_of(engine)
         for _ in range(20):
             rounds.clear()
             engine.generate(prompts(), SamplingParams(2, ignore_eos=True))
-            assert [batch for batch in rounds if batch] == [8, 8]
+            assert [batch for batch, _, _ in rounds if batch] == [8, 8]
             rounds.clear()
             for request in engine.submit_many(prompts(), SamplingParams(2, ignore_eos=True)):
                 request.result()
-            assert [batch for batch in rounds if batch] == [8, 8]
+            assert [batch for batch, _, _ in rounds if batch] == [8, 8]
 
 
 def test_text_is_a_prompt() -> None:
@@ -133,14 +127,13 @@ def test_a_piece_is_a_round_for_who_keeps_up() -> None:
     """A device that waits for the reader: there is a piece of every round."""
     turn = threading.Semaphore(0)
     with make_engine("chain") as engine:
-        launch = engine.core.executor.launch
 
-        def wait(batch: int, num_rows: int, max_kv_len: int) -> None:
+        def wait(launch: Callable[..., None], batch: int, num_rows: int, max_kv_len: int) -> None:
             if num_rows:
                 assert turn.acquire(timeout=30)
             launch(batch, num_rows, max_kv_len)
 
-        engine.core.executor.launch = wait  # type: ignore[method-assign]
+        wrap_launch(engine, wait)
         request = engine.submit(prompts()[0], SamplingParams(NEW_TOKENS, ignore_eos=True))
         turn.release()
         pieces = []
@@ -459,7 +452,7 @@ def test_submit_refuses_bad_prompts(prompt: Any, message: str) -> None:
         assert str(error.value) == message
         with pytest.raises(ValueError, match="SamplingParams: stop_token_ids has 17 entries, expected at most 16"):
             engine.submit([1], SamplingParams(stop_token_ids=range(17)))
-        assert not engine.core.threads._threads, "nothing has started"
+        assert not engine.core.threads.threads, "nothing has started"
 
 
 @pytest.mark.parametrize(
@@ -518,12 +511,12 @@ def test_interrupt_after_submission(num_known: int | None) -> None:
 
     params = SamplingParams(20 if num_known is None else 100_000, ignore_eos=True)  # unknown to all, they run on
     with make_engine(max_len=1024) as engine:
-        scheduler = engine.core.threads._scheduler
-        engine.core.threads._scheduler = Interrupted(scheduler)  # type: ignore[assignment]
+        scheduler = engine.core.threads.scheduler
+        engine.core.threads.scheduler = Interrupted(scheduler)  # type: ignore[assignment]
         for start in (engine.generate, engine.submit_many):
             with pytest.raises(KeyboardInterrupt):
                 start(prompts(), params)
-        engine.core.threads._scheduler = scheduler
+        engine.core.threads.scheduler = scheduler
         assert [len(output.tokens) for output in engine.generate(prompts(), SamplingParams(4, ignore_eos=True))] == [
             4
         ] * 8
@@ -576,7 +569,7 @@ def test_close_cancels_what_runs() -> None:
         outputs = [future.result(30) for future in waiting] + generating.result(30)
         assert {output.finish_reason for output in outputs} == {FinishReason.CANCELLED}
         assert reading.result(30)[-1].finish_reason == FinishReason.CANCELLED
-    assert not any(thread.is_alive() for thread in engine.core.threads._threads)
+    assert not any(thread.is_alive() for thread in engine.core.threads.threads)
     for start in (lambda: engine.submit([1]), lambda: engine.generate([1])):
         with pytest.raises(RuntimeError) as error:
             start()
@@ -603,7 +596,7 @@ def test_close_from_a_callback() -> None:
         else:
             (output,) = engine.generate(prompts()[0], LONG, on_tokens=lambda _new, engine=engine: engine.close())
             assert output.finish_reason == FinishReason.CANCELLED
-        for thread in engine.core.threads._threads:
+        for thread in engine.core.threads.threads:
             thread.join(30)
             assert not thread.is_alive()
 
@@ -614,7 +607,7 @@ def test_unreferenced_engine_is_collected() -> None:
     engine = make_engine()
     engine.generate(prompts(), params())
     request = engine.submit(prompts()[0])
-    alive, threads = weakref.ref(engine.core), engine.core.threads._threads
+    alive, threads = weakref.ref(engine.core), engine.core.threads.threads
     del engine
     assert request.result().tokens, "a request keeps the core of its engine"
     gc.disable()

@@ -28,6 +28,7 @@ from support.budget_engines import (
     prompts,
 )
 from support.devices import HAS_CUDA
+from support.observed_rounds import wrap_launch
 
 NODES = [1, 2, 4, 8, 16]
 WIDTH, DEPTH = 16, 5
@@ -339,13 +340,13 @@ def test_prefixes_cost_all_levels_the_same() -> None:
 def test_budget_levels_keep_texts(name: str, device: torch.device, tmp_path: Path) -> None:
     """Whatever a round's number of nodes, in a pool from which requests are retracted."""
     engine = make_engine(DRAFTS[name](tmp_path), device, cuda_graph=False, num_pages=60)
-    rng, launch, most_nodes = random.Random(3), engine.core.executor.launch, engine.config.needs.num_nodes
+    rng, most_nodes = random.Random(3), engine.config.needs.num_nodes
 
-    def launch_any(batch: int, rows: int, max_kv_len: int) -> None:
+    def launch_any(launch: Callable[..., None], batch: int, rows: int, max_kv_len: int) -> None:
         levels = budget_levels(batch, most_nodes, equal=engine.draft.sampled) if rows > 0 else (rows,)
         launch(batch, rng.choice(levels), max_kv_len)
 
-    engine.core.executor.launch = launch_any  # type: ignore[method-assign]
+    wrap_launch(engine, launch_any)
     expect_plain_texts(engine)
     # The rows of eagle3+ngram are many, and so are those of two rounds in flight: who is admitted stays.
     assert engine.stats().retractions > 0 or name == "eagle3+ngram" or device.type == "cuda"

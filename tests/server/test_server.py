@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pytest
 from openai import OpenAI
 from transformers import GenerationConfig
 
-from specdec_kernels import cli
+from specdec_kernels import _C, cli
 from specdec_kernels.cli import engine_flags
 from specdec_kernels.cli.serve import sampling_defaults
 from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
@@ -29,6 +29,7 @@ from specdec_kernels.server.text import TextStream, TokenText, token_texts
 from specdec_kernels.server.tool_calls import PARSERS, parser_for
 from specdec_kernels.tiny import tiny_model
 from support.leaks import expect_nothing_left
+from support.observed_rounds import wrap_method
 from support.random_checkpoints import save_random_model
 from support.request_engines import DRAFTS, make_engine, prompts
 from support.server_thread import NAME, Running, serving, wait_for
@@ -180,9 +181,8 @@ def test_completion_of_several_prompts_and_choices(server: Running, client: Open
 def test_server_prefills_shared_prefixes_once(server: Running, client: OpenAI) -> None:
     """Choices of one prompt and continuations of its text share rows, in usage and in metrics."""
     rows: list[int] = []
-    prefill = server.engine.core.executor.prefill
 
-    def count(chunks: list[Any]) -> None:
+    def count(prefill: Callable[..., None], chunks: list[_C.PrefillChunk]) -> None:
         rows.extend(len(chunk.tokens) - 1 for chunk in chunks)
         prefill(chunks)
 
@@ -191,7 +191,7 @@ def test_server_prefills_shared_prefixes_once(server: Running, client: OpenAI) -
     want = [make_engine("none").generate([prompt], SamplingParams(12, temperature=1.0, seed=s))[0] for s in (5, 6, 7)]
     server.engine.clear_cache()
     before = samples(server)
-    server.engine.core.executor.prefill = count  # type: ignore[method-assign]
+    restore = wrap_method(server.engine.core.executor, "prefill", count)
     try:
         first = client.completions.create(**given)
         assert [choice.text for choice in first.choices] == [output.text for output in want]
@@ -205,7 +205,7 @@ def test_server_prefills_shared_prefixes_once(server: Running, client: OpenAI) -
         assert last.usage is not None and last.usage.prompt_tokens_details is not None
         assert last.usage.prompt_tokens_details.cached_tokens == most and sum(rows) == len(prompt) + 3 - most
     finally:
-        server.engine.core.executor.prefill = prefill  # type: ignore[method-assign]
+        restore()
     server.wait_until_idle()
     after = samples(server)
     gained = {name: after[name] - before[name] for name in before}

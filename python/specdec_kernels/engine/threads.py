@@ -49,6 +49,8 @@ class EngineThreads:
     """Drives a scheduler from the first request until `close`, without a reference to the engine.
 
     Attributes:
+        scheduler: whose loop they run.
+        threads: empty until the first request.
         emit_seconds: total time spent on delivering results.
         unready: why no request can start; empty if one can.
     """
@@ -56,11 +58,11 @@ class EngineThreads:
     def __init__(self, scheduler: Scheduler, stream: torch.cuda.Stream | None) -> None:
         self.emit_seconds = 0.0
         self.unready = ""
-        self._scheduler, self._stream = scheduler, stream
+        self.scheduler, self._stream = scheduler, stream
         self._process = os.getpid()
         self._lock = threading.RLock()  # the garbage collector may call `close` at any allocation
         self._requests: dict[int, BaseRequest] = {}  # those that have not ended
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
         self._closed = False
         _open.add(self)
 
@@ -72,16 +74,16 @@ class EngineThreads:
             self.expect_open()
             if self.unready:
                 raise RuntimeError(self.unready)
-            if not self._threads:
+            if not self.threads:
                 self._start()
             ids: list[int] = []
             try:
-                ids = self._scheduler.submit_many(submissions)
+                ids = self.scheduler.submit_many(submissions)
                 for request, request_id in zip(requests, ids, strict=True):
                     request.id = request_id
             except BaseException:  # an interrupt after the submission: the caller will not have them
                 for request_id in ids:
-                    self._scheduler.cancel(request_id)
+                    self.scheduler.cancel(request_id)
                 raise
             finally:
                 self._requests.update((request.id, request) for request in requests if request.id >= 0)
@@ -92,7 +94,7 @@ class EngineThreads:
 
     def cancel(self, request_id: int) -> bool:
         """End a request after the round that runs; return False if it had ended."""
-        return self._process == os.getpid() and self._scheduler.cancel(request_id)
+        return self._process == os.getpid() and self.scheduler.cancel(request_id)
 
     @contextmanager
     def paused(self, *, restart: bool = False, request_id: int = -1) -> Iterator[None]:
@@ -106,13 +108,13 @@ class EngineThreads:
         self.expect_to_wait()
         with self._lock:
             self.expect_open()
-            if not self._threads:
+            if not self.threads:
                 self._start()
-        self._scheduler.pause(restart, request_id)
+        self.scheduler.pause(restart, request_id)
         try:
             yield
         finally:
-            self._scheduler.resume()
+            self.scheduler.resume()
 
     @property
     def num_requests(self) -> int:
@@ -122,7 +124,7 @@ class EngineThreads:
     def refuse_requests(self, reason: str) -> None:
         """Let no request start from now on. Raise RuntimeError if some run or wait."""
         with self._lock:
-            count = self._scheduler.num_running + self._scheduler.num_waiting
+            count = self.scheduler.num_running + self.scheduler.num_waiting
             if count:
                 raise RuntimeError(
                     f"sleep: {count} requests run or wait, expected none (wait for them, or cancel them)"
@@ -135,8 +137,8 @@ class EngineThreads:
             return  # the threads and the device are the parent's
         with self._lock:
             self._closed = True
-        self._scheduler.stop()
-        for thread in self._threads:
+        self.scheduler.stop()
+        for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join()
 
@@ -155,7 +157,7 @@ class EngineThreads:
     def expect_to_wait(self) -> None:
         """Raise RuntimeError where waiting would never end: in a thread of the engine, or in another process."""
         self.expect_own_process()
-        if threading.current_thread() in self._threads:
+        if threading.current_thread() in self.threads:
             raise RuntimeError("Engine: a callback waits for a request, expected another thread to do that")
 
     # --- the threads
@@ -164,7 +166,7 @@ class EngineThreads:
         # As daemons: the interpreter waits for other threads before it runs the hook that closes engines.
         for name, target in (("loop", self._run_loop), ("results", self._run_delivery)):
             thread = threading.Thread(target=target, name=f"specdec {name}", daemon=True)
-            self._threads.append(thread)
+            self.threads.append(thread)
             thread.start()
 
     def _run_loop(self) -> None:
@@ -174,14 +176,14 @@ class EngineThreads:
                 stack.enter_context(torch.cuda.stream(self._stream))
             while True:
                 try:
-                    return self._scheduler.run()
+                    return self.scheduler.run()
                 except BaseException:
                     logger.exception("an exception in the engine's loop that ended no request; the loop goes on")
 
     def _run_delivery(self) -> None:
         # Drop the requests of a turn before waiting for the next: this could be the last reference to the engine.
         try:
-            while (updates := self._scheduler.take()) is not None:
+            while (updates := self.scheduler.take()) is not None:
                 begin = time.perf_counter()
                 self._deliver(updates)
                 del updates
@@ -191,7 +193,7 @@ class EngineThreads:
             logger.exception("delivering results failed; the engine is closed")
             with self._lock:
                 self._closed = True
-            self._scheduler.stop()
+            self.scheduler.stop()
             for request in self._requests.values():
                 request.fail(error, released=True)
                 request.on_update([request])
@@ -203,7 +205,7 @@ class EngineThreads:
         ended: list[BaseRequest] = []
         for request, update in zip(requests, updates, strict=True):
             if request is None:  # an interrupt came before the request had its id
-                self._scheduler.cancel(update.request_id)
+                self.scheduler.cancel(update.request_id)
                 continue
             is_last = update.reason != FinishReason.RUNNING
             try:

@@ -191,7 +191,7 @@ class Round:
         tree, scores = scored_tree_of(proposal.drafts, slots, most, state)
         # In a batch-invariant round no request's number of nodes, nor the place of its rows, depends on others.
         equal = is_first or state.fixed_split is not None
-        shares = self._equal_shares(slots, most) if equal else self._share(scores, slots, num_rows)
+        shares = self._equal_shares(slots, most) if equal else self.allocate_shares(scores, slots, num_rows)
         nodes = pack_trees(tree, scores, shares, num_rows)
         cu_seqlens = shares.cu_seqlens
         if self.masks is not None:
@@ -241,7 +241,7 @@ class Round:
         draft.extend(slots, committed, proposal, features)
         return RoundResult(accepted, token_scores, tree.num_nodes, scores, shares)
 
-    def _share(self, scores: Tensor, slots: Tensor, num_rows: int) -> NodeAllocation:
+    def allocate_shares(self, scores: Tensor, slots: Tensor, num_rows: int) -> NodeAllocation:
         """Choose the best nodes of the whole batch for its budget, and find where each budget level would have cut."""
         state, batch = self.state, len(slots)
         budget_levels, level_limits = self._levels.get(batch, (None, None))
