@@ -510,7 +510,9 @@ bool Scheduler::read_row(const RowResult& result, Request& request, bool is_firs
   int32_t signs = 0;
   for (int64_t j = 0; j < config_.accept_width; ++j) signs |= j < count ? result.tokens[j] : 0;
   if (!in_range || signs < 0) status |= kBadLength;
-  if (status != 0) {
+  // A walk that ends without a bonus token has committed the tokens before it, which are those of single steps.
+  const bool ended_early = status == kBadLogits && count > 0;
+  if (status != 0 && !ended_early) {
     finish_held(request, FinishReason::kError, status);
     return true;
   }
@@ -523,6 +525,10 @@ bool Scheduler::read_row(const RowResult& result, Request& request, bool is_firs
   if (request.num_logprobs >= 0) result.add_scores(count, request.num_logprobs, *request.scores);
   if (!continues) {
     finish_held(request, reason);  // the draft has no rows of its last tokens
+    return true;
+  }
+  if (ended_early) {
+    finish_held(request, FinishReason::kError, status);
     return true;
   }
   request.num_validated = validated_rows(request);

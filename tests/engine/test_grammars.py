@@ -329,9 +329,8 @@ def test_grammar_compilation_does_not_block_event_loop(device: torch.device) -> 
     assert asyncio.run(texts()) == [wanted()[3], *wanted()[3:5]]
 
 
-@pytest.mark.parametrize("draft", [None, Ngram(num_nodes=6)], ids=["none", "ngram"])
-def test_text_that_no_token_continues_ends_with_bad_logits(draft: Draft | None) -> None:
-    """The vocabulary lacks bytes that the pattern asks for: no illegal token is emitted in their place."""
+def letters_engine(draft: Draft | None) -> Engine:
+    """Return an engine whose vocabulary has the letters a, b and c, and no bytes."""
     vocab = {"a": 0, "b": 1, "c": 2, "</s>": 3} | {f"<{i}>": i for i in range(4, 32)}
     letters = Tokenizer(WordLevel(vocab, unk_token="c"))
     letters.decoder = Fuse()
@@ -339,7 +338,7 @@ def test_text_that_no_token_continues_ends_with_bad_logits(draft: Draft | None) 
         hidden_size=64, intermediate_size=64, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1,
         vocab_size=32, max_position_embeddings=128, eos_token_id=3, bos_token_id=None,
     )  # fmt: skip
-    engine = Engine(
+    return Engine(
         AutoModelForCausalLM.from_config(config),
         draft=draft,
         tokenizer=PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>"),
@@ -350,8 +349,42 @@ def test_text_that_no_token_continues_ends_with_bad_logits(draft: Draft | None) 
         num_slots=1,
         dtype=torch.float32,
     )
-    with engine:
-        request = engine.submit([0, 1, 0, 1, 0, 1, 2], SamplingParams(10, regex="abé"))
-        with pytest.raises(GenerationError, match="ended with BAD_LOGITS"):
+
+
+LETTERS = [0, 1, 0, 1, 0, 1, 2]  # a b a b a b c
+
+
+@pytest.mark.parametrize(("regex", "tokens"), [("abé", [0, 1]), ("ababé", [0, 1, 0, 1])])
+@pytest.mark.parametrize("draft", [None, Ngram(num_nodes=6)], ids=["none", "ngram"])
+def test_text_that_no_token_continues_ends_there_with_an_error(
+    draft: Draft | None, regex: str, tokens: list[int]
+) -> None:
+    """The vocabulary lacks bytes that the pattern asks for: same text and error with and without a draft."""
+    why = "ended with BAD_LOGITS: no token continues the text under this regex"
+    with letters_engine(draft) as engine:
+        request = engine.submit(LETTERS, SamplingParams(10, regex=regex, logprobs=True))
+        with pytest.raises(GenerationError) as error:
             request.result()
-        assert request.output.tokens in ([0], [0, 1]) and request.output.finish_reason == FinishReason.ERROR
+        assert str(error.value) == f"result: request 0 {why}"
+        assert request.output.tokens == tokens and request.output.finish_reason == FinishReason.ERROR
+        assert request.output.logprobs is not None and len(request.output.logprobs) == len(tokens)
+        with pytest.raises(GenerationError) as error:
+            engine.generate([LETTERS], SamplingParams(10, regex=regex))
+        assert str(error.value) == f"generate: prompts[0] {why}"
+
+
+@pytest.mark.parametrize("draft", [None, Ngram(num_nodes=6)], ids=["none", "ngram"])
+def test_text_that_its_budget_ends_before_a_dead_end_has_no_error(draft: Draft | None) -> None:
+    with letters_engine(draft) as engine:
+        (output,) = engine.generate([LETTERS], SamplingParams(4, regex="ababé"))
+    assert output.tokens == [0, 1, 0, 1] and output.finish_reason == FinishReason.LENGTH
+
+
+def test_grammar_that_no_token_begins_is_refused() -> None:
+    with letters_engine(None) as engine:
+        with pytest.raises(ValueError) as error:
+            engine.submit(LETTERS, SamplingParams(10, regex="é"))
+        assert engine.generate([LETTERS], SamplingParams(2))[0].tokens  # nothing has started
+    assert str(error.value) == (
+        "SamplingParams: regex allows no token of the vocabulary at the start of the text, expected at least one"
+    )

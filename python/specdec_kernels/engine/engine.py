@@ -191,7 +191,7 @@ class Engine:
         outputs = [request.with_text() for request in requests]
         failed = [request for request in requests if request.output.finish_reason == FinishReason.ERROR]
         if failed:
-            whys = (f"prompts[{request.output.index}] ended with {request.status.name}" for request in failed)
+            whys = (f"prompts[{request.output.index}] ended with {request.why_failed()}" for request in failed)
             raise GenerationError("generate: " + ", ".join(whys), outputs)
         return outputs
 

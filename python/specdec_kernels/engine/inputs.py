@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 from ..models.language_model import LanguageModel
 from ..models.weights.model_config import placeholders
 from .config import MAX_STOP_TOKENS, EngineConfig
-from .device.grammar_masks import Grammars
+from .device.grammar_masks import Grammars, NewMatcher
 from .drafts import Draft
 from .params import SamplingParams
 from .request import RequestSpec
@@ -181,7 +181,7 @@ class InputProcessor:
             self._check_tokens(tokens, name, {})
         return tokens
 
-    def _new_matcher(self, params: SamplingParams, stop_tokens: list[int]) -> Callable[[], Any] | None:
+    def _new_matcher(self, params: SamplingParams, stop_tokens: list[int]) -> NewMatcher | None:
         kind, _ = params.constraint
         if not kind:
             return None

@@ -20,6 +20,7 @@ from .text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from .._C import RequestUpdate
+    from .device.grammar_masks import NewMatcher
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class RequestSpec(NamedTuple):
     stop_tokens: list[int]
     stop: StopStrings | None
     num_logprobs: int  # -1: none, 0: that of the token only
-    new_matcher: Callable[[], Any] | None = None  # of its grammar, if it has one
+    new_matcher: NewMatcher | None = None  # of its grammar, if it has one
     prediction: Sequence[int] = ()
     sample: int = 0  # among the n samples of its prompt
 
@@ -265,8 +266,16 @@ class BaseRequest:
         if self.error is not None:
             raise self.error
         if self.output.finish_reason == FinishReason.ERROR:
-            raise GenerationError(f"result: request {self.id} ended with {self.status.name}", [self.output])
+            raise GenerationError(f"result: request {self.id} ended with {self.why_failed()}", [self.output])
         return self.with_text()
+
+    def why_failed(self) -> str:
+        """Return the status of a request that the device gave up on, and its grammar if that allows no token."""
+        make = self._new_matcher
+        if self.status == Status.BAD_LOGITS and make is not None and make.is_dead_end(self.output.tokens):
+            kind, _ = self.params.constraint
+            return f"{self.status.name}: no token continues the text under this {kind}"
+        return str(self.status.name)
 
     def with_text(self) -> RequestOutput:
         """Return the output of a request that is done, with its text. Readers decode, not the delivering thread."""

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -54,22 +55,22 @@ class Grammars:
             why = " ".join(re.sub(r"^\[[^]]*\] \S+:\d+: ", "", str(error)).split())  # without its time and place
             raise ValueError(f"SamplingParams: {kind} does not compile: {why}") from error
 
-    def new_matcher(self, sampling: SamplingParams, stop_tokens: Sequence[int]) -> Callable[[], Matcher]:
-        """Return what makes matchers at the start of the text, which the request's stop tokens may end."""
+    def new_matcher(self, sampling: SamplingParams, stop_tokens: Sequence[int]) -> NewMatcher:
+        """Return what makes matchers at the start of the text, which the request's stop tokens may end.
+
+        Raises:
+            ValueError: as `compiled`; no stop token; no token of the vocabulary begins a text.
+        """
         kind, _ = sampling.constraint
         if not stop_tokens:
             raise ValueError(f"SamplingParams: {kind} is given, expected beside it a stop token, which ends the text")
-        grammar = self.compiled(sampling)
-        import xgrammar
-
-        def new() -> Matcher:
-            return xgrammar.GrammarMatcher(grammar, override_stop_tokens=list(stop_tokens))
-
-        mask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
-        if new().fill_next_token_bitmask(mask) and not mask.any():  # False: every token is allowed
-            expected = "one that some text satisfies"
-            raise ValueError(f"SamplingParams: {kind} allows no token at the start of the text, expected {expected}")
-        return new
+        new_matcher = NewMatcher(self.compiled(sampling), list(stop_tokens))
+        if new_matcher.is_dead_end([]):
+            raise ValueError(
+                f"SamplingParams: {kind} allows no token of the vocabulary at the start of the text, "
+                "expected at least one"
+            )
+        return new_matcher
 
     def _make_compiler(self, kind: str) -> Any:
         if self._tokenizer is None:
@@ -83,6 +84,29 @@ class Grammars:
             ) from error
         info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
         return xgrammar.GrammarCompiler(info)
+
+
+@dataclass(frozen=True)
+class NewMatcher:
+    """Makes matchers of a compiled grammar at the start of the text."""
+
+    grammar: Any  # xgrammar.CompiledGrammar
+    stop_tokens: list[int]
+
+    def __call__(self) -> Matcher:
+        import xgrammar
+
+        return xgrammar.GrammarMatcher(self.grammar, override_stop_tokens=self.stop_tokens)
+
+    def is_dead_end(self, tokens: Sequence[int]) -> bool:
+        """Return whether the grammar accepts these tokens as the start of a text, and none after them."""
+        import xgrammar
+
+        matcher = self()
+        if not all(map(matcher.accept_token, tokens)) or matcher.is_terminated():
+            return False
+        mask = xgrammar.allocate_token_bitmask(1, self.grammar.tokenizer_info.vocab_size)
+        return bool(matcher.fill_next_token_bitmask(mask)) and not mask.any()
 
 
 class TreeMasks:
