@@ -13,11 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from jsonschema import Draft202012Validator
 from openai import OpenAI
+from pydantic import BaseModel
 from transformers import GenerationConfig
 
 from specdec_kernels import _C, cli
@@ -451,6 +453,46 @@ def test_forced_tool_choice_calls_tool(strict: Running) -> None:
             assert call.function is not None and call.function.arguments == function["arguments"]
         cut = client.chat.completions.create(**given | {"max_tokens": 3}, tool_choice="required").choices[0]
         assert cut.finish_reason == "length" and cut.message.content and not cut.message.tool_calls
+    strict.wait_until_idle()
+
+
+class Corner(BaseModel):
+    x: Literal["left", "right"]
+
+
+class Shape(BaseModel):
+    corner: Corner
+    other: Corner | None
+
+
+CLOSED: dict[str, Any] = {"type": "object", "additionalProperties": False}
+SIDE = {**CLOSED, "properties": {"x": {"enum": ["up", "down"]}}, "required": ["x"]}
+SELF_REFERENCES: dict[str, dict[str, Any]] = {
+    "$defs": {"properties": {"a": {"$ref": "#/$defs/Corner"}}, "required": ["a"], "$defs": {"Corner": SIDE}},
+    "definitions": {"properties": {"a": {"$ref": "#/definitions/Side"}}, "required": ["a"], "definitions": {"Side": SIDE}},
+    "properties": {"properties": {"y": SIDE, "z": {"$ref": "#/properties/y"}}, "required": ["y", "z"]},
+    "whole": {"properties": {"a": {"anyOf": [{"$ref": "#"}, {"enum": [1, 2]}]}, "b": {"const": 3}}, "required": ["a", "b"]},
+    "data": {"properties": {"$ref": {"enum": [{"$ref": "#/$defs/a"}]}}, "required": ["$ref"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SELF_REFERENCES)
+def test_forced_call_of_parameters_that_refer_to_themselves_is_valid(strict: Running, name: str) -> None:
+    """Next to a tool whose definitions have the same names."""
+    parameters = CLOSED | SELF_REFERENCES[name]
+    nested: Any = openai.pydantic_function_tool(Shape, name="nested")
+    tools = [nested, {"type": "function", "function": {"name": "own", "parameters": parameters}}]
+    schemas = {"nested": nested["function"]["parameters"], "own": parameters}
+    with strict.client() as client:
+        for choice in ("nested", "own", None):
+            forced: Any = {"type": "function", "function": {"name": choice}} if choice else "required"
+            (one,) = client.chat.completions.create(
+                model=NAME, messages=messages(), max_tokens=400, temperature=1, seed=3, tools=tools, tool_choice=forced
+            ).choices
+            assert one.finish_reason == "tool_calls" and one.message.tool_calls is not None
+            function: Any = one.message.tool_calls[0].to_dict()["function"]
+            assert choice in (None, function["name"])
+            Draft202012Validator(schemas[function["name"]]).validate(json.loads(function["arguments"]))
     strict.wait_until_idle()
 
 

@@ -26,6 +26,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ..engine import Engine, SamplingParams
 from ..engine.params import MAX_LOGPROBS
+from ..engine.text.json_schemas import escaped, moved
 from ..engine.text.prompts import TOKENIZER_ARGUMENTS
 from . import strict_json
 
@@ -518,20 +519,22 @@ def read_bias(bias: Object) -> dict[int, float]:
 
 
 def schema_of_calls(tools: Sequence[Object]) -> Object:
-    """Return the JSON schema of a call of one of the tools."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    """Return the JSON schema of a call of one of the tools, whose parameters are definitions of it."""
+    calls, definitions = [], {}
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        key = f"{index}.{function['name']}"
+        place = f"#/$defs/{escaped(key)}"
+        definitions[key] = moved(function.get("parameters") or {"type": "object"}, place)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": definitions}
 
 
 # --- prompts
