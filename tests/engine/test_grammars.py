@@ -291,7 +291,7 @@ def test_grammar_error_messages(given: dict[str, Any], message: str) -> None:
         ({"regex": "(a"}, "SamplingParams: regex does not compile: Regex parsing error at position 3: "),
         ({"grammar": "root ::= x"}, "SamplingParams: grammar does not compile: EBNF parser error at line 1, column 10: "),
         ({"json_schema": '{"type": 5'}, "SamplingParams: json_schema does not compile: "),
-        ({"json_schema": {"type": "nope"}}, "SamplingParams: json_schema does not compile: "),
+        ({"json_schema": {"type": "nope"}}, 'SamplingParams: json_schema has type "nope" at #, expected one of null, '),
         ({"regex": "a", "ignore_eos": True}, "SamplingParams: regex is given, expected beside it a stop token, which ends the text"),
     ],
     ids=["regex", "grammar", "json", "schema", "no end"],

@@ -469,7 +469,7 @@ CLOSED: dict[str, Any] = {"type": "object", "additionalProperties": False}
 SIDE = {**CLOSED, "properties": {"x": {"enum": ["up", "down"]}}, "required": ["x"]}
 SELF_REFERENCES: dict[str, dict[str, Any]] = {
     "$defs": {"properties": {"a": {"$ref": "#/$defs/Corner"}}, "required": ["a"], "$defs": {"Corner": SIDE}},
-    "definitions": {"properties": {"a": {"$ref": "#/definitions/Side"}}, "required": ["a"], "definitions": {"Side": SIDE}},
+    "definitions": {"properties": {"a": {"$ref": "#/definitions/a~1b"}}, "required": ["a"], "definitions": {"a/b": SIDE}},
     "properties": {"properties": {"y": SIDE, "z": {"$ref": "#/properties/y"}}, "required": ["y", "z"]},
     "whole": {"properties": {"a": {"anyOf": [{"$ref": "#"}, {"enum": [1, 2]}]}, "b": {"const": 3}}, "required": ["a", "b"]},
     "data": {"properties": {"$ref": {"enum": [{"$ref": "#/$defs/a"}]}}, "required": ["$ref"]},
@@ -513,7 +513,9 @@ def test_prediction_keeps_text(strict: Running) -> None:
 def test_grammar_error_messages(strict: Running, server: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}}
     status, message, param = strict.error(CHAT, {"messages": messages(), "response_format": form})
-    assert (status, param) == (400, "response_format") and message.startswith("response_format does not compile: ")
+    assert (status, param) == (400, "response_format") and message.startswith(
+        'response_format has type "nothing" at #, expected one of '
+    )
     for fields, name in (
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [AREA], "tool_choice": "required"}, "tool_choice"),

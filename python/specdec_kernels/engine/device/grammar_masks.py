@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ...ops import Tree
 from ..params import SamplingParams
+from ..text.json_schemas import held_to
 
 if TYPE_CHECKING:
     from ..._C import ConstrainedRow
@@ -41,6 +43,8 @@ class Grammars:
             ValueError: there is no tokenizer or no xgrammar; the source is no schema, pattern or grammar.
         """
         kind, source = sampling.constraint
+        if kind == "json_schema":
+            source = held_to_source(source)
         with self._lock:
             if self._compiler is None:
                 self._compiler = self._make_compiler(kind)
@@ -84,6 +88,19 @@ class Grammars:
             ) from error
         info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
         return xgrammar.GrammarCompiler(info)
+
+
+@lru_cache(maxsize=64)
+def held_to_source(source: str) -> str:
+    """Return the JSON of a schema that xgrammar holds to, for texts that the schema `source` accepts."""
+    try:
+        return json.dumps(held_to(json.loads(source)))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"SamplingParams: json_schema does not compile: it is no JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError("SamplingParams: json_schema is nested too deep, expected fewer levels") from error
+    except ValueError as error:
+        raise ValueError(f"SamplingParams: {error}") from error
 
 
 @dataclass(frozen=True)
