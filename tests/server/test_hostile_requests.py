@@ -55,7 +55,7 @@ def server() -> Iterator[Running]:
         (COMPLETE, {"stop": "a<|endoftext|>"},
          "stop is 'a<|endoftext|>' with the special token <|endoftext|>, expected that token alone"),
         (COMPLETE, {"ebnf": "root ::= root"},
-         "ebnf allows no token at the start of the text, expected one that some text satisfies"),
+         "ebnf allows no token of the vocabulary at the start of the text, expected at least one"),
         (CHAT, {"messages": [{"role": "user", "name": "a" * 10**6}]},
          "messages has 1000004 characters, expected at most 32768 (max_len tokens)"),
     ],
