@@ -1,0 +1,173 @@
+"""From bodies to requests of the engine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...engine import Engine, SamplingParams
+from ...engine.text.json_schemas import escaped, moved
+from .bodies import PARAMETERS, ChatBody, CompletionBody, Sampling, StreamOptions, validate
+from .errors import Object, RequestError, shown, unexpected
+from .prompts import Conversation, read_conversation, read_prompts
+from .settings import Settings
+
+MAX_STOP_STRINGS = 64  # each is searched for after every token, in a thread that all requests share
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A validated request.
+
+    Attributes:
+        tokenize: tokenizes the prompts, which may take a while.
+        params: of every prompt, `n` included.
+        names: fields that parameters came from.
+        stream: whether the response is a stream.
+        options: of the stream.
+        num_top: alternatives to each token; -1: no log-probabilities.
+        tools: names of tools that may be called.
+        must_call: the text is a call of one of them, as JSON.
+        parallel_calls: the text may have several calls.
+        num_prompts: lists of tokens that `tokenize` will return.
+    """
+
+    tokenize: Callable[[Engine], list[list[int]]]
+    params: SamplingParams
+    names: dict[str, str]
+    stream: bool
+    options: StreamOptions
+    num_top: int = -1
+    tools: Sequence[str] = ()
+    must_call: bool = False
+    parallel_calls: bool = True
+    num_prompts: int = 1
+
+    def refused(self, error: ValueError) -> RequestError:
+        """Convert the engine's error about the parameters, with the names of the body's fields."""
+        return with_field_names(error, self.names)
+
+
+def read_chat(values: Object, settings: Settings, engine: Engine) -> ParsedRequest:
+    """Read the body of `/v1/chat/completions`."""
+    body = validate(ChatBody, values, settings)
+    if body.top_logprobs and not body.logprobs:
+        raise unexpected("top_logprobs", body.top_logprobs, "logprobs true with it")
+    num_top = (body.top_logprobs or 0) if body.logprobs else -1
+    conversation = read_conversation(body, settings)
+    if body.stream_options.include_rounds and conversation.tools:
+        raise unexpected("stream_options.include_rounds", True, "false with tools")
+    params, names = read_sampling(body, settings, engine, num_top, conversation)
+    return ParsedRequest(
+        conversation.tokenize,
+        params,
+        names,
+        body.stream,
+        body.stream_options,
+        num_top,
+        conversation.tools,
+        conversation.must_call,
+        body.parallel_tool_calls,
+    )
+
+
+def read_completion(values: Object, settings: Settings, engine: Engine) -> ParsedRequest:
+    """Read the body of `/v1/completions`."""
+    body = validate(CompletionBody, values, settings)
+    num_top = -1 if body.logprobs is None else body.logprobs
+    params, names = read_sampling(body, settings, engine, num_top, None)
+    prompts = read_prompts(body)
+    return ParsedRequest(
+        prompts.tokenize, params, names, body.stream, body.stream_options, num_top, num_prompts=len(prompts.prompts)
+    )
+
+
+def read_sampling(
+    body: ChatBody | CompletionBody,
+    settings: Settings,
+    engine: Engine,
+    num_top: int,
+    conversation: Conversation | None,
+) -> tuple[SamplingParams, dict[str, str]]:
+    """Return the sampling parameters, and the fields that they came from."""
+    if not 1 <= body.n <= settings.max_n:
+        raise unexpected("n", body.n, f"1 to {settings.max_n}")
+    given = {name: getattr(body, name) for name in Sampling.model_fields if name in body.model_fields_set}
+    names = {PARAMETERS.get(name, name): name for name in given}
+    values = settings.defaults | {parameter: given[name] for parameter, name in names.items()}
+    values |= {"n": body.n, "logprobs": None if num_top < 0 else num_top}
+    max_len = engine.config.max_len
+    budget = max_len if isinstance(body, ChatBody) else 16
+    for name in ("max_tokens", "max_completion_tokens"):  # the second counts if both are given
+        if name in body.model_fields_set:
+            budget, names["max_new_tokens"] = getattr(body, name), name
+    values["max_new_tokens"] = min(budget, max_len)
+    if values.get("top_k") == -1:  # other servers' value for all tokens
+        values["top_k"] = 0
+    if not values.get("ignore_eos"):
+        values["stop_token_ids"] = [*end_tokens(engine), *values.get("stop_token_ids", ())]
+    stop = values.get("stop")
+    if isinstance(stop, list) and len(stop) > MAX_STOP_STRINGS:
+        raise RequestError(f"stop has {len(stop)} entries, expected at most {MAX_STOP_STRINGS}", "stop")
+    if "logit_bias" in values:
+        values["logit_bias"] = read_bias(values["logit_bias"])
+    schema = body.response_format.schema_of_text() if body.response_format else None
+    if schema is not None:
+        values["json_schema"], names["json_schema"] = schema, "response_format"
+    if conversation is not None and conversation.must_call:
+        if schema is not None:
+            raise RequestError("response_format is given, expected none with a forced tool_choice", "response_format")
+        values["json_schema"], names["json_schema"] = schema_of_calls(conversation.options["tools"]), "tool_choice"
+    # A prediction is a hint, which an engine whose draft does not read it ignores.
+    if isinstance(body, ChatBody) and body.prediction is not None and engine.draft.takes_predictions:
+        values["prediction"] = "".join(part.text for part in body.prediction.content)
+    try:
+        params = SamplingParams(**values)
+        engine.core.inputs.check_params(params)
+    except ValueError as error:
+        raise with_field_names(error, names) from error
+    return params, names
+
+
+def end_tokens(engine: Engine) -> list[int]:
+    """Return the tokens that end a text: the engine's, and the end of turn that the tokenizer alone may name."""
+    own = engine.tokenizer.eos_token_id
+    return list(dict.fromkeys([*engine.eos_token_ids, *([] if own is None else [own])]))
+
+
+def with_field_names(error: ValueError, names: dict[str, str]) -> RequestError:
+    """Convert an error of `SamplingParams`, with the names of the body's fields for parameters."""
+    message = str(error).removeprefix("SamplingParams: ")
+    param = message.split(" ", 1)[0]
+    for parameter, name in names.items():
+        message = re.sub(rf"\b{parameter}\b", name, message)
+    return RequestError(message, names.get(param, param))
+
+
+def read_bias(bias: Object) -> dict[int, float]:
+    for token, value in bias.items():
+        is_token = token.isdecimal() and len(token) <= 10
+        if not is_token or isinstance(value, bool) or not isinstance(value, int | float):
+            expected = "token ids with a number each"
+            raise RequestError(f"logit_bias has {shown(token)}: {shown(value)}, expected {expected}", "logit_bias")
+    return {int(token): float(value) for token, value in bias.items()}
+
+
+def schema_of_calls(tools: Sequence[Object]) -> Object:
+    """Return the JSON schema of a call of one of the tools, whose parameters are definitions of it."""
+    calls, definitions = [], {}
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        key = f"{index}.{function['name']}"
+        place = f"#/$defs/{escaped(key)}"
+        definitions[key] = moved(function.get("parameters") or {"type": "object"}, place)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": place}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "$defs": definitions}

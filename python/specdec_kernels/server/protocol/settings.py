@@ -1,0 +1,33 @@
+"""Options of a server, apart from its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of a server, apart from its engine.
+
+    Attributes:
+        model_name: name by which clients address the model.
+        api_key: key that they must send; None: none.
+        defaults: sampling parameters of requests that do not give them, by the names of `SamplingParams`.
+        chat_template: replaces the tokenizer's.
+        tool_parser: "hermes" or "llama3"; None: found from the template.
+        max_queued: requests that may wait for a slot; further ones get 429.
+        max_body_bytes: limit of one request's body.
+        max_prompt_tokens: limit of one request's prompt; None: the engine's limit.
+        max_n: limit of one request's choices.
+    """
+
+    model_name: str
+    api_key: str | None = None
+    defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
+    chat_template: str | None = None
+    tool_parser: str | None = None
+    max_queued: int = 2048
+    max_body_bytes: int = 8 << 20
+    max_prompt_tokens: int | None = None
+    max_n: int = 128
