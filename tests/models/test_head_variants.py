@@ -62,6 +62,16 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
         {"layers": 2},
     ),
     "half rotated": (True, {"partial_rotary_factor": 0.5}, {}),
+    "narrower than the target": (
+        True,
+        {"hidden_size": 192, "head_dim": 64, "eagle_config": {"norm_before_fc": True}},
+        {},
+    ),
+    "wider than the target": (
+        True,
+        {"hidden_size": 320, "head_dim": 64, "fc_norm": True, "target_hidden_size": HIDDEN},
+        {},
+    ),
     "mrope": (False, {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}, {}),
     "eagle with heads of 96": (False, {"head_dim": 96}, {"layers": 2}),
     "eagle of two layers": (False, {}, {"layers": 2, "fc_bias": True}),
@@ -84,7 +94,7 @@ def random_head(
     draft_vocab: int = 1024,
 ) -> dict[str, Tensor]:
     torch.manual_seed(11)
-    head_dim = config.get("head_dim", 64)
+    head_dim, hidden = config.get("head_dim", 64), config.get("hidden_size", HIDDEN)
     tensors: dict[str, Tensor] = {}
 
     def product(name: str, out: int, inputs: int, bias: bool = False) -> None:
@@ -92,7 +102,7 @@ def random_head(
         if bias:
             tensors[f"{name}.bias"] = torch.randn(out) / 4
 
-    def norm(name: str, width: int = HIDDEN) -> None:
+    def norm(name: str, width: int = hidden) -> None:
         tensors[f"{name}.weight"] = torch.rand(width) + 0.5
 
     flags = config | config.get("eagle_config", {})
@@ -100,19 +110,19 @@ def random_head(
         norm("input_norm", features * HIDDEN)
     if flags.get("fc_norm"):
         for index in range(features):
-            norm(f"fc_norm.{index}")
-    product("fc", HIDDEN, (features if eagle3 else 2) * HIDDEN, fc_bias)
+            norm(f"fc_norm.{index}", HIDDEN)
+    product("fc", hidden, (features if eagle3 else 2) * HIDDEN, fc_bias)
     for index in range(layers):
         name = f"layers.{index}."
-        inputs = 2 * HIDDEN if eagle3 and index == 0 else HIDDEN
+        inputs = 2 * hidden if eagle3 and index == 0 else hidden
         for which, heads in (("q", 4), ("k", 2), ("v", 2)):
             product(f"{name}self_attn.{which}_proj", heads * head_dim, inputs, which in biases)
-        product(f"{name}self_attn.o_proj", HIDDEN, 4 * head_dim, "o" in biases)
+        product(f"{name}self_attn.o_proj", hidden, 4 * head_dim, "o" in biases)
         for which in ("q", "k") if qk_norm else ():
             norm(f"{name}self_attn.{which}_norm", head_dim)
         for which in ("gate", "up"):
-            product(f"{name}mlp.{which}_proj", WIDE, HIDDEN, mlp_bias)
-        product(f"{name}mlp.down_proj", HIDDEN, WIDE, mlp_bias)
+            product(f"{name}mlp.{which}_proj", WIDE, hidden, mlp_bias)
+        product(f"{name}mlp.down_proj", hidden, WIDE, mlp_bias)
         norm(f"{name}post_attention_layernorm")
         if eagle3 or index or first_norm:
             norm(f"{name}input_layernorm")
@@ -121,9 +131,11 @@ def random_head(
     if eagle3:
         norm("norm")
     if eagle3 or draft_vocab != 1024:
-        product("lm_head", draft_vocab, HIDDEN)
+        product("lm_head", draft_vocab, hidden)
         ids = torch.randperm(VOCAB)[:draft_vocab].sort().values
         tensors["d2t"] = ids - torch.arange(draft_vocab)
+    if hidden != HIDDEN:
+        product("embed_tokens", VOCAB, hidden)
     return tensors
 
 
@@ -198,7 +210,7 @@ class Reference:
         """Return the chain drafted after a text, and the least margin with which a token of it was chosen."""
         model = reference_model()
         states = model(torch.tensor([text]), output_hidden_states=True).hidden_states  # the last one after the norm
-        table = model.get_input_embeddings().weight.double()
+        table = self.t.get("embed_tokens.weight", model.get_input_embeddings().weight.double())
         if self.eagle3:
             layers = self.config.get("eagle_aux_hidden_state_layer_ids") or self.config.get(
                 "aux_hidden_state_layer_ids", [2, 2, 1]

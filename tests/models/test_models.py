@@ -288,7 +288,9 @@ def test_heads_that_do_not_fit_are_refused_by_name(target: CausalLM, tmp_path: P
         "EAGLE-3 head: FOLDER has layers.2, midlayer, expected layers from layers.0 on, none missing"
     )
     assert refusal(tensors, hidden_act="gelu") == "EAGLE-3 head: hidden_act is 'gelu', expected 'silu'"
-    assert refusal(tensors, hidden_size=128) == "EAGLE-3 head: hidden_size is 128, expected the target's 256"
+    assert refusal(tensors, hidden_size=128) == (
+        "EAGLE-3 head: FOLDER lacks embed_tokens.weight and has fc.weight of shape [256, 768], expected [128, 768]"
+    )
     assert refusal(tensors, target_hidden_size=128) == (
         "EAGLE-3 head: target_hidden_size is 128, expected the target's 256"
     )

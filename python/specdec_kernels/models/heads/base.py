@@ -134,6 +134,7 @@ class DraftHead(nn.Module):
     embed_tokens: nn.Embedding
     pools: KvPools
     is_given = False  # whether the parameters are the caller's
+    has_own_width: ClassVar[bool] = False  # whether its layers may have another width than the target's
     prefix = ""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -265,7 +266,7 @@ class DraftHead(nn.Module):
         self._hold(self.pools.with_pages(num_pages))
 
     def join(self, features: Tensor) -> Tensor:
-        """Return features [..., H] of the target's states [..., n * H], concatenated."""
+        """Return features [..., H] of the target's states, n of them, concatenated."""
         raise NotImplementedError
 
     def forward(

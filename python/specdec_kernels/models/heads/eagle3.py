@@ -86,9 +86,13 @@ class Eagle3Head(DraftHead):
     - `norm_before_residual`: the residual stream starts with the normalized feature, not with the feature itself.
     - `norm_before_fc`: one norm of the concatenated states, before `fc`. `fc_norm`: a norm of each of them.
     - `norm_output`: the feature of a token that the head drafted is its output after the final norm, not before it.
+
+    Its width, `hidden_size`, may differ from the target's, `target_hidden_size` in its config (None: the same), if it
+    has embeddings and an output head of its own.
     """
 
     kind, name = EAGLE3, "EAGLE-3"
+    has_own_width = True
     _parts: Eagle3Parts
 
     def __init__(self, config: LlamaConfig, num_features: int, draft_vocab: int, parts: Parts | None = None) -> None:
@@ -96,10 +100,11 @@ class Eagle3Head(DraftHead):
         parts, hidden, eps = parts or Parts(), config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = bool(option(config, "norm_before_residual"))
         self.norm_output = bool(option(config, "norm_output"))
-        self.input_norm = LlamaRMSNorm(num_features * hidden, eps=eps) if option(config, "norm_before_fc") else None
+        width = option(config, "target_hidden_size", None) or hidden
+        self.input_norm = LlamaRMSNorm(num_features * width, eps=eps) if option(config, "norm_before_fc") else None
         each = num_features if option(config, "fc_norm") else 0
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(hidden, eps=eps) for _ in range(each))
-        self.fc = nn.Linear(num_features * hidden, hidden, bias="fc" in parts.biases)
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps=eps) for _ in range(each))
+        self.fc = nn.Linear(num_features * width, hidden, bias="fc" in parts.biases)
         first = HeadLayer(config, parts, 2 * hidden, "input_layernorm", "hidden_norm")  # embedding and feature
         others = (HeadLayer(config, parts, hidden, "input_layernorm") for _ in range(1, parts.num_layers))
         self.layers = nn.ModuleList([first, *others])

@@ -113,7 +113,9 @@ def load_checkpoint(kind: type[H], source: str | Path | HeadCheckpoint, target: 
                 f"{name}: {checkpoint.folder} has {stored_name(key)} of {tensor.dtype}, expected one of "
                 f"{', '.join(map(str, DTYPES))} (heads are not dequantized)"
             )
-    check_head(name, config, tensors, target)
+    check_head(kind, config, tensors, target)
+    width = target.embedding.weight.shape[1]
+    config.target_hidden_size = width
     d2t = tensors.pop("d2t", None)
     tensors.pop("t2d", None)  # the inverse of d2t, as a bit per target token
     vocab: int = target.embedding.weight.shape[0]
@@ -124,7 +126,9 @@ def load_checkpoint(kind: type[H], source: str | Path | HeadCheckpoint, target: 
         config.vocab_size = len(tensors["embed_tokens.weight"])
     with torch.device("meta"):
         head: H = kind.made_for(config, tensors, draft_vocab, target.config.num_hidden_layers)
-    shared: dict[str, nn.Module] = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.lm_head}
+    shared: dict[str, nn.Module] = {}
+    if config.hidden_size == width:
+        shared = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.lm_head}
     if faults := faults_of(head, tensors, shared, stored_name):
         raise ValueError(f"{name}: {checkpoint.folder} {' and '.join(faults)}")
     for key, module in shared.items():
@@ -137,18 +141,19 @@ def load_checkpoint(kind: type[H], source: str | Path | HeadCheckpoint, target: 
     return head
 
 
-def check_head(name: str, config: Any, tensors: Mapping[str, Tensor], target: LanguageModel) -> None:
+def check_head(kind: type[DraftHead], config: Any, tensors: Mapping[str, Tensor], target: LanguageModel) -> None:
     """Refuse a head that our layers cannot express, or that does not fit the target.
 
     Raises:
         ValueError: what does not fit, by name.
     """
+    name = f"{kind.name} head"
     if (head_dim := head_dim_of(config)) > HEAD_DIMS[-1]:
         raise ValueError(f"{name}: head_dim is {head_dim}, expected at most {HEAD_DIMS[-1]}")
     if config.hidden_act != "silu":
         raise ValueError(f"{name}: hidden_act is {config.hidden_act!r}, expected 'silu'")
     width = target.embedding.weight.shape[1]
-    for size in ("hidden_size", "target_hidden_size"):
+    for size in ("target_hidden_size",) if kind.has_own_width else ("hidden_size", "target_hidden_size"):
         if getattr(config, size, None) not in (None, width):
             raise ValueError(f"{name}: {size} is {getattr(config, size)}, expected the target's {width}")
     vocab: int = target.config.vocab_size
