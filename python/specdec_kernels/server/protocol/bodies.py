@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Len, Predicate
 from pydantic import (
@@ -24,6 +24,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from ...engine.params import MAX_LOGPROBS
 from .. import strict_json
 from .errors import Object, RequestError, shown, unexpected
+from .inert import OF_CHAT, OF_TEXT, Inert, asks_for_nothing
 from .settings import Settings
 
 
@@ -47,16 +48,29 @@ EXPECTED = {
     "list_type": "a list",
     "extra_forbidden": "none (this field is not supported)",
 }
+Unsupported = Expected(EXPECTED["extra_forbidden"])
 REQUIRED: Any = Field(None, validate_default=True)  # so that a missing field fails as null does
 
 
 class Body(BaseModel, extra="forbid"):
-    """A JSON object. A field that is null counts as missing."""
+    """A JSON object. A field that is null, or that asks for nothing by `inert`, counts as missing."""
+
+    inert: ClassVar[Inert] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, values: Any) -> Any:
-        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+    def _drop_empty(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in values.items() if v is not None and not asks_for_nothing(cls.inert, k, v)}
+
+
+def as_object(value: Any) -> Any:
+    """Parse a JSON schema that is given as a string."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return strict_json.loads(value)
+    return value
 
 
 def is_function(value: Any) -> bool:
@@ -92,13 +106,35 @@ Stop = Annotated[StrictStr | list[StrictStr], Expected("a string or a list of st
 Speculation = Annotated[Literal["on", "off"] | StrictInt, Expected('"on", "off" or a number of nodes')]
 NumTop = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS), Expected(f"0 to {MAX_LOGPROBS}")]
 Function = Annotated[Object, Predicate(is_function)]
-ToolChoice = Annotated[
-    Literal["auto", "none", "required"] | Function, Expected(f'"auto", "none", "required" or {FUNCTION}')
-]
+JsonObject = Annotated[Object, BeforeValidator(as_object), Expected("a JSON schema")]
+Choice = Annotated[list[StrictStr], Len(1), Expected("a list of strings")]
 Prompt = Annotated[
     StrictStr | Annotated[list[Any], Len(1)], Expected("a string, a list of token ids, or a list of either")
 ]
-Unsupported = Expected(EXPECTED["extra_forbidden"])  # for fields of which only values without effect are accepted
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+Effort = Annotated[StrictStr, Predicate(EFFORTS.__contains__), Expected(f"one of {', '.join(EFFORTS)}")]
+
+
+def as_text(part: Any) -> Any:
+    """Return a refusal, which an earlier answer may have, as a part of text."""
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: list[Function]
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Annotated[
+    Literal["auto", "none", "required"] | Function | AllowedChoice,
+    Expected(f'"auto", "none", "required" or {FUNCTION}'),
+]
 
 
 class TextPart(Body, extra="ignore"):
@@ -106,20 +142,29 @@ class TextPart(Body, extra="ignore"):
     text: StrictStr
 
 
-Content = Annotated[list[Annotated[TextPart, Expected('{"type": "text", "text": ...}')]], BeforeValidator(as_parts)]
+Part = Annotated[TextPart, Expected('{"type": "text", "text": ...}'), BeforeValidator(as_text)]
+Content = Annotated[list[Part], BeforeValidator(as_parts)]
 
 
 class Message(Body, extra="allow"):
+    """A message of any role; fields beyond these go to the chat template."""
+
     role: StrictStr = REQUIRED
     content: Content = []
+    refusal: StrictStr | None = None
+    audio: Annotated[None, Unsupported] = None
+    function_call: Annotated[None, Unsupported] = None  # since long `tool_calls`
     tool_calls: list[Annotated[Object, BeforeValidator(read_call)]] | None = None
 
     def as_dict(self) -> Object:
         """Return the message for chat templates, its content as one text."""
-        return {k: v for k, v in self if v is not None} | {"content": "\n".join(part.text for part in self.content)}
+        text = "\n".join(part.text for part in self.content) or self.refusal or ""
+        return {k: v for k, v in self if v is not None and k != "refusal"} | {"content": text}
 
 
 class StreamOptions(Body):
+    inert = {"include_obfuscation": (False,)}
+
     include_usage: StrictBool = False
     include_rounds: StrictBool = False
     continuous_usage_stats: StrictBool = False
@@ -177,11 +222,26 @@ class Sampling(Body):
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     logit_bias: Object | None = None
+
+
+PARAMETERS = {"min_tokens": "min_new_tokens"}
+
+
+class StructuredOutputs(Body):
+    """A constraint on the text, as vLLM takes it."""
+
+    inert = {
+        "disable_additional_properties": (False,),
+        "disable_any_whitespace": (False,),
+        "structural_tag": (),
+        "whitespace_pattern": (),
+    }
+
+    definition: JsonObject | None = Field(None, alias="json")  # BaseModel has a method `json`
+    json_object: StrictBool = False
     regex: StrictStr | None = None
-    ebnf: StrictStr | None = None
-
-
-PARAMETERS = {"min_tokens": "min_new_tokens", "ebnf": "grammar"}
+    choice: Choice | None = None
+    grammar: StrictStr | None = None
 
 
 class Generation(Sampling):
@@ -191,23 +251,27 @@ class Generation(Sampling):
     max_tokens: StrictInt | None = None
     stream: StrictBool = False
     stream_options: StreamOptions = StreamOptions()
+    # Constraints on the text, at most one of them: OpenAI's, then SGLang's, then vLLM's.
     response_format: ResponseFormat | None = None
+    regex: StrictStr | None = None
+    ebnf: StrictStr | None = None
+    json_schema: JsonObject | None = None
+    guided_json: JsonObject | None = None
+    guided_regex: StrictStr | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: StrictStr | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Ignored: they change nothing about the text.
-    user: Any = None
-    metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    store: Any = None
-    service_tier: Any = None
-    # Accepted with values that have no effect:
-    detokenize: Annotated[Literal[True], Unsupported] | None = None
-    length_penalty: Annotated[Literal[1], Unsupported] | None = None
-    skip_special_tokens: Annotated[Literal[True], Unsupported] | None = None
-    spaces_between_special_tokens: Annotated[Literal[True], Unsupported] | None = None
-    modalities: Annotated[list[Literal["text"]], Len(1, 1), Unsupported] | None = None
-    echo: Annotated[Literal[False], Unsupported] | None = None
-    best_of: Annotated[Literal[1], Unsupported] | None = None
-    suffix: Annotated[Literal[""], Unsupported] | None = None
+    user: StrictStr | None = None
+    metadata: Object | None = None
+    safety_identifier: StrictStr | None = None
+    prompt_cache_key: StrictStr | None = None
+    prompt_cache_retention: StrictStr | None = None
+    prompt_cache_options: Object | None = None
+    store: StrictBool | None = None
+    service_tier: StrictStr | None = None
+    session_id: StrictStr | None = None
+    guided_decoding_backend: StrictStr | None = None
 
 
 class RequestBody(Body):
@@ -217,19 +281,21 @@ class RequestBody(Body):
 class ConversationBody(RequestBody):
     """Fields that a chat template reads; alone, the body of `/tokenize` for messages."""
 
+    inert = OF_CHAT
+
     messages: list[Message] = REQUIRED
     tools: list[Annotated[Function, Expected(FUNCTION)]] = []
     tool_choice: ToolChoice = "auto"
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: Object = {}
-    # Accepted with values that have no effect:
-    add_generation_prompt: Annotated[Literal[True], Unsupported] | None = None
-    documents: Annotated[list[Any], Len(0, 0), Unsupported] | None = None
-    function_call: Annotated[Literal["none"], Unsupported] | None = None
-    functions: Annotated[list[Any], Len(0, 0), Unsupported] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
 
 
 class PromptBody(RequestBody):
     """Fields of prompts; alone, the body of `/tokenize` for a prompt."""
+
+    inert = OF_TEXT
 
     prompt: Prompt = REQUIRED
     add_special_tokens: StrictBool = True
@@ -253,6 +319,8 @@ class CompletionBody(PromptBody, Generation):
     """The body of `/v1/completions`."""
 
     logprobs: NumTop | None = None
+    best_of: StrictInt = 1
+    echo: Annotated[Literal[False], Unsupported] | None = None
 
 
 AnyBody = TypeVar("AnyBody", bound=RequestBody)

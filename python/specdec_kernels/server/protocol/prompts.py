@@ -9,7 +9,7 @@ from typing import Any
 
 from ...engine import Engine
 from ...engine.text.prompts import TOKENIZER_ARGUMENTS
-from .bodies import ConversationBody, PromptBody
+from .bodies import AllowedChoice, ConversationBody, PromptBody
 from .errors import Object, RequestError, shown, unexpected
 from .settings import Settings
 
@@ -50,42 +50,77 @@ class Conversation:
     options: Object
     tools: Sequence[str]
     must_call: bool
+    effort: str | None  # of reasoning
 
     def tokenize(self, engine: Engine) -> list[list[int]]:
+        template = str(self.options.get("chat_template") or getattr(engine.tokenizer, "chat_template", None) or "")
+        options = options_of_effort(self.effort, template) | self.options
+        messages = self.messages
+        if "developer" not in template:
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
         try:
-            engine.core.inputs.check_conversation(self.messages, self.options)
+            engine.core.inputs.check_conversation(messages, options)
         except ValueError as error:
             raise RequestError(str(error), str(error).partition(" ")[0]) from error
         try:
-            tokens = engine.core.inputs.tokenize_chat(self.messages, self.options)
+            tokens = engine.core.inputs.tokenize_chat(messages, options)
         except Exception as error:  # a template may raise anything
             raise RequestError(f"messages do not fit the chat template: {error}", "messages") from error
         return checked_tokens(engine, [tokens], ["messages"], False)
 
 
+def options_of_effort(effort: str | None, template: str) -> Object:
+    """Return the variables of a chat template that ask for an effort of reasoning, or switch reasoning on or off."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    for switch in ("enable_thinking", "thinking"):
+        if re.search(rf"\b{switch}\b", template):
+            return {switch: effort != "none"}
+    expected = "medium" if "<think>" in template else "none"
+    if effort not in ("medium", expected):
+        raise unexpected("reasoning_effort", effort, f'none or "{expected}" (the chat template does not read it)')
+    return {}
+
+
+def read_tool_choice(body: ConversationBody) -> tuple[list[Object], bool]:
+    """Return the tools that may be called, and whether one of them must be."""
+    tools, choice = body.tools, body.tool_choice
+    if choice in ("auto", "none"):
+        return (tools if choice == "auto" else []), False
+    wanted: list[str] | None = None
+    if isinstance(choice, AllowedChoice):
+        wanted = [tool["function"]["name"] for tool in choice.allowed_tools.tools]
+    elif not isinstance(choice, str):
+        wanted = [choice["function"]["name"]]
+    names = [tool["function"]["name"] for tool in tools]
+    if not names or not set(wanted or ()) <= set(names):
+        given = choice.model_dump() if isinstance(choice, AllowedChoice) else choice
+        raise unexpected("tool_choice", given, f"one of tools, which are {shown(names)}")
+    must_call = not isinstance(choice, AllowedChoice) or choice.allowed_tools.mode == "required"
+    return [tool for tool in tools if wanted is None or tool["function"]["name"] in wanted], must_call
+
+
 def read_conversation(body: ConversationBody, settings: Settings) -> Conversation:
+    """Read messages, tools and the arguments of the chat template."""
     if not body.messages:
         raise unexpected("messages", [], "at least 1 message")
-    tools, choice = body.tools, body.tool_choice
-    must_call = choice not in ("auto", "none")
-    if must_call:
-        wanted = None if isinstance(choice, str) else choice["function"]["name"]
-        names = [tool["function"]["name"] for tool in tools]
-        if not names or wanted not in (None, *names):
-            raise unexpected("tool_choice", choice, f"one of tools, which are {shown(names)}")
-        tools = [tool for tool in tools if wanted in (None, tool["function"]["name"])]
+    tools, must_call = read_tool_choice(body)
     options = dict(body.chat_template_kwargs)
     for reserved in options:
         if reserved in ("chat_template", "tools") or reserved in TOKENIZER_ARGUMENTS:
             raise unexpected(f"chat_template_kwargs.{reserved}", options[reserved], "none")
     if settings.chat_template is not None:
         options["chat_template"] = settings.chat_template
-    if choice == "none":
-        tools = []
     if tools:
         options["tools"] = tools
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in body.model_fields_set:
+            options[name] = getattr(body, name)
     messages = [message.as_dict() for message in body.messages]
-    return Conversation(messages, options, [tool["function"]["name"] for tool in tools], must_call)
+    names = [tool["function"]["name"] for tool in tools]
+    return Conversation(messages, options, names, must_call, body.reasoning_effort)
 
 
 def checked_tokens(engine: Engine, prompts: list[Any], names: list[str], special: bool) -> list[list[int]]:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from ...engine import Engine, SamplingParams
 from ...engine.text.json_schemas import escaped, moved
-from .bodies import PARAMETERS, ChatBody, CompletionBody, Sampling, StreamOptions, validate
+from .bodies import (
+    PARAMETERS,
+    ChatBody,
+    CompletionBody,
+    Generation,
+    Sampling,
+    StreamOptions,
+    validate,
+)
 from .errors import Object, RequestError, shown, unexpected
 from .prompts import Conversation, read_conversation, read_prompts
 from .settings import Settings
 
+ANY_OBJECT = {"type": "object"}
 MAX_STOP_STRINGS = 64  # each is searched for after every token, in a thread that all requests share
 
 
@@ -93,6 +104,8 @@ def read_sampling(
     """Return the sampling parameters, and the fields that they came from."""
     if not 1 <= body.n <= settings.max_n:
         raise unexpected("n", body.n, f"1 to {settings.max_n}")
+    if isinstance(body, CompletionBody) and body.best_of not in (1, body.n):
+        raise unexpected("best_of", body.best_of, "none, 1 or n")
     given = {name: getattr(body, name) for name in Sampling.model_fields if name in body.model_fields_set}
     names = {PARAMETERS.get(name, name): name for name in given}
     values = settings.defaults | {parameter: given[name] for parameter, name in names.items()}
@@ -112,13 +125,14 @@ def read_sampling(
         raise RequestError(f"stop has {len(stop)} entries, expected at most {MAX_STOP_STRINGS}", "stop")
     if "logit_bias" in values:
         values["logit_bias"] = read_bias(values["logit_bias"])
-    schema = body.response_format.schema_of_text() if body.response_format else None
-    if schema is not None:
-        values["json_schema"], names["json_schema"] = schema, "response_format"
+    constraint = read_constraint(body)
     if conversation is not None and conversation.must_call:
-        if schema is not None:
-            raise RequestError("response_format is given, expected none with a forced tool_choice", "response_format")
-        values["json_schema"], names["json_schema"] = schema_of_calls(conversation.options["tools"]), "tool_choice"
+        if constraint is not None:
+            field = constraint.field
+            raise RequestError(f"{field} is given, expected none with a forced tool_choice", field)
+        constraint = Constraint("tool_choice", "json_schema", schema_of_calls(conversation.options["tools"]))
+    if constraint is not None:
+        values[constraint.parameter], names[constraint.parameter] = constraint.value, constraint.field
     # A prediction is a hint, which an engine whose draft does not read it ignores.
     if isinstance(body, ChatBody) and body.prediction is not None and engine.draft.takes_predictions:
         values["prediction"] = "".join(part.text for part in body.prediction.content)
@@ -128,6 +142,47 @@ def read_sampling(
     except ValueError as error:
         raise with_field_names(error, names) from error
     return params, names
+
+
+class Constraint(NamedTuple):
+    """A constraint on the text: the field that gives it, and the parameter that it becomes."""
+
+    field: str
+    parameter: str
+    value: Any
+
+
+def read_constraint(body: Generation) -> Constraint | None:
+    """Return the body's only constraint; RequestError for a second one."""
+    schema = None if body.response_format is None else body.response_format.schema_of_text()
+    given = [
+        Constraint("response_format", "json_schema", schema),
+        Constraint("regex", "regex", body.regex),
+        Constraint("ebnf", "grammar", body.ebnf),
+        Constraint("json_schema", "json_schema", body.json_schema),
+        Constraint("guided_json", "json_schema", body.guided_json),
+        Constraint("guided_regex", "regex", body.guided_regex),
+        Constraint("guided_choice", "grammar", grammar_of_choice(body.guided_choice)),
+        Constraint("guided_grammar", "grammar", body.guided_grammar),
+    ]
+    outputs = body.structured_outputs
+    if outputs is not None:
+        given += [
+            Constraint("structured_outputs.json", "json_schema", outputs.definition),
+            Constraint("structured_outputs.json_object", "json_schema", ANY_OBJECT if outputs.json_object else None),
+            Constraint("structured_outputs.regex", "regex", outputs.regex),
+            Constraint("structured_outputs.choice", "grammar", grammar_of_choice(outputs.choice)),
+            Constraint("structured_outputs.grammar", "grammar", outputs.grammar),
+        ]
+    given = [constraint for constraint in given if constraint.value is not None]
+    if len(given) > 1:
+        raise RequestError(f"{given[1].field} is given, expected none beside {given[0].field}", given[1].field)
+    return given[0] if given else None
+
+
+def grammar_of_choice(choice: Sequence[str] | None) -> str | None:
+    """Return the grammar in EBNF of one text out of several."""
+    return None if choice is None else "root ::= " + " | ".join(map(json.dumps, choice))
 
 
 def end_tokens(engine: Engine) -> list[int]:
