@@ -13,7 +13,7 @@ import pytest
 
 from specdec_kernels.engine import Engine, SamplingParams
 from specdec_kernels.server import strict_json
-from specdec_kernels.server.tool_calls import AfterThoughts, FirstCall, Hermes, ToolCall
+from specdec_kernels.server.parsers import TOOL_PARSERS, FirstCall, ToolCall
 from specdec_kernels.tiny import tiny_model
 from support.server_thread import Running, serving
 
@@ -139,7 +139,7 @@ def test_chat_refuses_arguments_of_the_tokenizer() -> None:
 )
 def test_tool_calls_hold_json_that_can_be_sent(argument: str, arguments: str | None) -> None:
     """Half a surrogate pair stays an escape; what is no JSON is text."""
-    parser, text = Hermes(["area"]), CALL % argument
+    parser, text = TOOL_PARSERS["hermes"]({"area": None}), CALL % argument
     found = parser.push(text) + parser.finish()
     if arguments is None:
         assert "".join(map(str, found)) == text
@@ -150,7 +150,7 @@ def test_tool_calls_hold_json_that_can_be_sent(argument: str, arguments: str | N
 
 
 def test_first_call_drops_what_follows_it() -> None:
-    parser = FirstCall(Hermes(["area"]))
+    parser = FirstCall(TOOL_PARSERS["hermes"]({"area": None}))
     found = parser.push("text " + CALL % "1" + "\n" + CALL % "2" + " more") + parser.finish()
     text, call = found
     assert text == "text" and isinstance(call, ToolCall) and call["function"]["arguments"] == '{"a": 1}'
@@ -193,31 +193,3 @@ def test_server_ends_texts_at_the_end_of_turn_of_the_tokenizer() -> None:
         for more, reason in (({}, "stop"), ({"stop_token_ids": [5]}, "stop"), ({"ignore_eos": True}, "length")):
             [choice] = json.loads(running.ask(COMPLETE, body | more)[2])["choices"]
             assert choice["finish_reason"] == reason
-
-
-@pytest.mark.parametrize("size", [1, 7, 1000])
-@pytest.mark.parametrize(
-    ("in_thoughts", "text", "want"),
-    [
-        (False, "<think>a" + CALL % 1 + "</think>b" + CALL % 2, ["<think>a" + CALL % 1 + "</think>b", 2]),
-        (False, "\n<think>" + CALL % 1, ["\n<think>" + CALL % 1]),
-        (False, "a<think>" + CALL % 1, ["a<think>", 1]),
-        (True, CALL % 1 + "</th</think>" + CALL % 2, [CALL % 1 + "</th</think>", 2]),
-        (True, "a</thi", ["a</thi"]),
-        (False, CALL % '"<think>"', ["<think>"]),
-        (False, "<thi", ["<thi"]),
-    ],
-)
-def test_calls_in_thoughts_are_text(in_thoughts: bool, text: str, want: list[Any], size: int) -> None:
-    parser = AfterThoughts(Hermes(["area"]), in_thoughts)
-    parts = [text[begin : begin + size] for begin in range(0, len(text), size)]
-    found = [item for part in parts for item in parser.push(part)] + parser.finish()
-    got: list[Any] = []
-    for item in found:
-        if isinstance(item, ToolCall):
-            got.append(json.loads(item["function"]["arguments"])["a"])
-        elif got and isinstance(got[-1], str):
-            got[-1] += item
-        else:
-            got.append(item)
-    assert got == want

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,12 +29,12 @@ from specdec_kernels.cli.serve import sampling_defaults
 from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
 from specdec_kernels.server import Settings, make_app, serving_process
 from specdec_kernels.server.text import TextStream, TokenText, token_texts
-from specdec_kernels.server.tool_calls import PARSERS, parser_for
 from specdec_kernels.tiny import tiny_model
 from support.leaks import expect_nothing_left
 from support.observed_rounds import wrap_method
 from support.random_checkpoints import save_random_model
 from support.request_engines import DRAFTS, make_engine, prompts
+from support.scripted import scripted
 from support.server_thread import NAME, Running, serving, wait_for
 from support.tiny_checkpoint import tokenizer
 
@@ -110,6 +111,7 @@ def test_chat_uses_template_and_reports_usage(server: Running, client: OpenAI) -
         "completion_tokens_details": {
             "accepted_prediction_tokens": stats.accepted,
             "rejected_prediction_tokens": stats.drafted - stats.accepted,
+            "reasoning_tokens": 0,
         },
         "prompt_tokens_details": {"cached_tokens": 0},
     }
@@ -382,6 +384,96 @@ def test_tools_in_llama_format() -> None:
         assert choice.message.tool_calls[0].to_dict()["function"] == {"name": "area", "arguments": '{"width": 3}'}
 
 
+# --- reasoning
+
+THOUGHT = "<think>\nI add up.\n</think>\n\n"
+REASONS = {"chat_template": "{{ messages[-1]['content'] }}{# <think> #}"}
+
+
+@pytest.fixture(scope="module")
+def reasoner() -> Iterator[Running]:
+    """Yield a server of a model whose template knows of reasoning."""
+    pytest.importorskip("xgrammar")
+    with serving(make_engine(max_len=512, grammars=True, adaptive=False), **REASONS) as running:
+        yield running
+
+
+def reasoned(running: Running, text: str, **given: Any) -> tuple[list[Any], int]:
+    """Return reasoning and content of a scripted answer, whole and streamed, and the number of reasoning tokens."""
+    given = {"model": NAME, "messages": messages(), "max_tokens": 100, "logprobs": True} | given
+    with scripted(running, text), running.client() as client:
+        whole = client.chat.completions.create(**given)
+        *chunks, last = client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True})
+    message: Any = whole.choices[0].message
+    names = ("reasoning_content", "reasoning", "content")
+    got = [getattr(message, name, None) for name in names]
+    deltas: list[Any] = [chunk.choices[0].delta for chunk in chunks]
+    assert ["".join(getattr(delta, name, None) or "" for delta in deltas) for name in names] == [
+        one or "" for one in got
+    ]
+    assert got[0] == got[1] and whole.usage is not None and last.usage is not None
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    details: Any = whole.usage.completion_tokens_details
+    assert details.reasoning_tokens == last.usage.completion_tokens_details.reasoning_tokens
+    texts = list(accumulate(entry.token for entry in whole.choices[0].logprobs.content))
+    count = sum("</think>" not in before for before in ["", *texts[:-1]]) if got[0] is not None else 0
+    assert details.reasoning_tokens == count or given.get("extra_body")
+    return got[1:], details.reasoning_tokens
+
+
+def test_reasoning_is_apart_from_the_answer(reasoner: Running) -> None:
+    got, count = reasoned(reasoner, THOUGHT + "It is 4.")
+    assert got == ["I add up.", "It is 4."] and count > 0
+    assert reasoned(reasoner, "It is 4.") == ([None, "It is 4."], 0)
+    (reasoning, content), count = reasoned(reasoner, THOUGHT + "It is 4.", max_tokens=14)
+    assert THOUGHT.startswith(f"<think>\n{reasoning}") and not content and count == 14
+    assert reasoned(reasoner, THOUGHT + "It is 4.", stop="4.")[0] == ["I add up.", "It is "]
+    assert reasoned(reasoner, THOUGHT + "It is 4.", stop="up")[0] == ["I add ", ""]
+    begun: Any = messages("2 + 2? <think>\n")
+    assert reasoned(reasoner, "I add up.</think>4", messages=begun)[0] == ["I add up.", "4"]
+    assert reasoned(reasoner, "4", messages=messages("<think></think>"))[0] == [None, "4"]
+    reasoner.wait_until_idle()
+
+
+def test_reasoning_may_be_left_out_or_in_the_text(reasoner: Running) -> None:
+    got, count = reasoned(reasoner, THOUGHT + "4", extra_body={"include_reasoning": False})
+    assert got == [None, "4"] and count > 0
+    assert reasoned(reasoner, THOUGHT + "4", extra_body={"separate_reasoning": False}) == ([None, THOUGHT + "4"], 0)
+
+
+def test_call_after_reasoning_is_made_and_one_within_is_not(reasoner: Running) -> None:
+    call = CALL.removeprefix("I say:").strip()
+    with scripted(reasoner, f"<think>{call}</think>{call}"), reasoner.client() as client:
+        (choice,) = client.chat.completions.create(
+            model=NAME, messages=messages(), max_tokens=200, tools=[AREA]
+        ).choices
+    message: Any = choice.message
+    assert (message.reasoning_content, message.content, choice.finish_reason) == (call, None, "tool_calls")
+    assert [call.function.arguments for call in message.tool_calls] == ['{"width": 3}']
+
+
+def test_reasoning_parser_none_leaves_reasoning_in_the_text() -> None:
+    pytest.importorskip("xgrammar")
+    with serving(make_engine(max_len=512, grammars=True), reasoning_parser="none", **REASONS) as running:
+        assert reasoned(running, THOUGHT + "4") == ([None, THOUGHT + "4"], 0)
+
+
+def test_constrained_text_of_a_reasoning_model_is_its_answer(reasoner: Running) -> None:
+    """The constraint holds from the first token, so that no end of the prompt's reasoning can come."""
+    given: dict[str, Any] = {"messages": messages("<think>"), "extra_body": {"regex": "[ab]{3}"}}
+    (reasoning, content), count = reasoned(reasoner, "", **given)
+    assert (reasoning, count) == (None, 0) and re.fullmatch("[ab]{3}", content)
+
+
+def test_template_gets_reasoning_of_earlier_answers() -> None:
+    """By both of its names."""
+    template = "{% for m in messages %}{{ m['reasoning_content'] }}|{% endfor %}"
+    with serving(make_engine(), chat_template=template) as running:
+        answers = [{"role": "assistant", name: "a"} for name in ("reasoning_content", "reasoning")]
+        tokens = json.loads(running.ask("/tokenize", {"messages": answers})[2])["tokens"]
+        assert tokenizer().decode(tokens) == "a|a|"
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"width": {"type": "integer"}, "name": {"enum": ["square", "circle"]}},
@@ -526,50 +618,6 @@ def test_grammar_error_messages(strict: Running, server: Running) -> None:
         assert got == (400, f"{name} is given, expected none without Engine(grammars=True)", name)
     prediction = {"type": "content", "content": "a"}  # a hint, which a draft without n-grams ignores
     assert server.ask(CHAT, {"messages": messages(), "prediction": prediction, "max_tokens": 1})[0] == 200
-
-
-HERMES = '<tool_call>{"name": "area", "arguments": {"a": "</tool_call>"}}</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("format", "text", "want"),
-    [
-        ("hermes", "no call < at <tool all", ["no call < at <tool all"]),
-        ("hermes", f"First \n{HERMES}\n{HERMES} then", ["First", '{"a": "</tool_call>"}', '{"a": "</tool_call>"}', "then"]),
-        ("hermes", '<tool_call>{"name": "area", "arguments": "{}"}', ["{}"]),
-        ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', ['<tool_call>{"name": "other", "arguments": {}}</tool_call>']),
-        ("hermes", "<tool_call>[1</tool_call> and", ["<tool_call>[1</tool_call> and"]),
-        ("hermes", "text \n", ["text \n"]),
-        ("llama3", '{"name": "area", "parameters": {"a": 1}}; {"name": "area", "parameters": {}}', ['{"a": 1}', "{}"]),
-        ("llama3", '<|python_tag|>{"name": "area", "parameters": {"ä": 1.5}}', ['{"ä": 1.5}']),
-        ("llama3", '{"name": "area"} but', ['{"name": "area"} but']),
-        ("llama3", '{"name": ["area"]}', ['{"name": ["area"]}']),
-        ("llama3", "<|py", ["<|py"]),
-        ("llama3", "text {}", ["text {}"]),
-    ],
-)  # fmt: skip
-def test_tool_call_parser_of_any_chunks(format: str, text: str, want: list[str]) -> None:
-    """The result does not depend on how the text is cut into chunks."""
-    for size in (1, 2, 7, len(text)):
-        parser = PARSERS[format](["area"])
-        found = [item for at in range(0, len(text), size) for item in parser.push(text[at : at + size])]
-        found += parser.finish()
-        merged: list[str] = []
-        for item in found:
-            if isinstance(item, dict):
-                assert item["function"]["name"] == "area"
-                merged.append(item["function"]["arguments"])
-            elif merged and not merged[-1].startswith("{") and not item.startswith("{"):
-                merged[-1] += item
-            else:
-                merged.append(item)
-        assert "".join(merged) == "".join(want) and len(found) >= len(want)
-
-
-def test_tool_format_follows_from_template() -> None:
-    assert parser_for("{{ tools }} <tool_call>") == "hermes"
-    assert parser_for('{"name": function name, "parameters": dictionary}') == "llama3"
-    assert parser_for("") == "hermes"
 
 
 # --- text

@@ -43,8 +43,15 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--tool-call-parser",
-        choices=["hermes", "llama3"],
-        help="format of the model's tool calls (default: by its template)",
+        metavar="NAME",
+        help="format of the model's tool calls, by vLLM's names: deepseek_v3, deepseek_v31, glm45, hermes, kimi_k2, "
+        "llama3_json, minimax_m2, mistral, openai, pythonic, qwen3_coder (default: by its template)",
+    )
+    parser.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="format of the model's reasoning, which is returned apart from the answer: deepseek_r1, glm45, gpt_oss, "
+        "kimi_k2, minimax_m2, nemotron, qwen3, or none: it stays in the text (default: by its template)",
     )
     parser.add_argument(
         "--sampling-defaults",
@@ -95,8 +102,11 @@ def serve(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     from ..engine import AsyncEngine
     from ..server import make_app, serving_process
+    from ..server.parsers import format_of
 
-    api_key(args.api_key)  # an error now, not after the model is loaded
+    # Errors of flags come now, not after the model is loaded.
+    api_key(args.api_key)
+    format_of("", args.tool_call_parser, args.reasoning_parser)
     chosen, template = engine_flags.resolve(args)
     for name, low in (
         ("max_queued_requests", 0),
@@ -127,6 +137,7 @@ def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> S
         defaults=sampling_defaults(model, args.sampling_defaults),
         chat_template=template,
         tool_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
         max_queued=args.max_queued_requests,
         max_body_bytes=args.max_body_bytes,
         max_prompt_tokens=args.max_prompt_tokens,

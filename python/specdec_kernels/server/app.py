@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .._C import version as __version__
 from ..engine import AsyncEngine, AsyncRequest, Engine
 from .metrics import Metrics
+from .parsers import FirstCall, OneCall, Parser, format_of
 from .protocol import (
     ConversationBody,
     DetokenizeBody,
@@ -38,7 +39,6 @@ from .protocol import (
 )
 from .responses import ResponseBuilder, event
 from .text import token_texts
-from .tool_calls import PARSERS, AfterThoughts, FirstCall, OneCall, ToolParser, parser_for
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
@@ -63,7 +63,7 @@ class Server:
         self._backend = engine.tokenizer.backend_tokenizer
         self._token_text = token_texts(self._backend)
         template = settings.chat_template or getattr(engine.tokenizer, "chat_template", None) or ""
-        self._parser = PARSERS[settings.tool_parser or parser_for(str(template))]
+        self._format = format_of(str(template), settings.tool_parser, settings.reasoning_parser)
 
     # --- generation
 
@@ -84,15 +84,6 @@ class Server:
         except ValueError as error:
             raise parsed.refused(error) from error
         requests = self._submit(parsed, token_lists, arrival)
-        format = OneCall if parsed.must_call else self._parser
-        in_thoughts = self._ends_in_thoughts(token_lists[0])
-
-        def new_parser() -> ToolParser:
-            parser: ToolParser = format(parsed.tools)
-            if not parsed.must_call:
-                parser = AfterThoughts(parser, in_thoughts)
-            return parser if parsed.parallel_calls else FirstCall(parser)
-
         builder = ResponseBuilder(
             parsed,
             requests,
@@ -100,7 +91,7 @@ class Server:
             model=self.settings.model_name,
             tokenizer=self._backend,
             token_text=self._token_text,
-            parser=new_parser if parsed.tools else None,
+            parser=self._parsers(parsed, token_lists[0]) if is_chat else None,
             on_first=lambda: self.metrics.first_token.observe(time.perf_counter() - arrival),
         )
         if parsed.stream:
@@ -108,10 +99,22 @@ class Server:
         async with cancelled_on_disconnect(request.receive, requests):
             return JSONResponse(await builder.whole())
 
-    def _ends_in_thoughts(self, prompt: list[int]) -> bool:
-        """Return whether a prompt ends with the tag that begins thoughts, written by the chat template."""
-        end = self._backend.decode(prompt[-16:], skip_special_tokens=False)
-        return bool(end.rstrip().endswith(AfterThoughts.BEGIN))
+    def _parsers(self, parsed: ParsedRequest, prompt: list[int]) -> Callable[[], Parser] | None:
+        """Return what creates the parser of each answer to a conversation; None: answers are text."""
+        tools = parsed.tools
+        if parsed.must_call:
+            return lambda: OneCall(tools)
+        constrained, _ = parsed.params.constraint  # no tag can be in the text
+        separate = parsed.separate_reasoning and not constrained and self._format.reasoning is not None
+        if not tools and not separate:
+            return None
+        end = "" if constrained else self._backend.decode(prompt[-32:], skip_special_tokens=False)
+
+        def new_parser() -> Parser:
+            parser = self._format.parser(tools, end, separate_reasoning=separate)
+            return parser if parsed.parallel_calls else FirstCall(parser)
+
+        return new_parser
 
     @property
     def _room(self) -> int:

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..engine import AsyncRequest, GenerationError, NewTokens, TokenLogprob, merge_streams
 from ..status import FinishReason
+from .parsers import Item, Parser, Reasoning, ToolCall
 from .protocol import ParsedRequest, RequestError
-from .text import Piece, TextStream, TokenText
-from .tool_calls import ToolCall, ToolParser
+from .text import Piece, TextStream, TokenEnds, TokenText
 
 DONE = b"data: [DONE]\n\n"
 
@@ -20,12 +20,13 @@ DONE = b"data: [DONE]\n\n"
 class Choice:
     """One choice of a response, built as its tokens arrive."""
 
-    def __init__(self, request: AsyncRequest, tokenizer: Any, parser: ToolParser | None, by_rounds: bool) -> None:
+    def __init__(self, request: AsyncRequest, tokenizer: Any, parser: Parser | None, by_rounds: bool) -> None:
         self.request = request
         self.parser = parser
         self.num_calls = 0
         self.offset = 0  # characters of text so far, for `text_offset`
         self._by_rounds = by_rounds
+        self._ends = None if parser is None else TokenEnds(tokenizer)
         self._text = TextStream(tokenizer, request.params.stop_strings)
 
     def on_tokens(self, new: NewTokens) -> list[Piece]:
@@ -44,8 +45,20 @@ class Choice:
         found_stop = self.request.output.text is not None  # the final text is known, and its end follows
         return [] if found_stop else self._text.take()
 
-    def parse(self, text: str, last: bool) -> list[str | ToolCall]:
-        """Split text into plain text and tool calls."""
+    def count(self, tokens: Sequence[int]) -> None:
+        """Note where new tokens end in the text, for `reasoning_tokens`."""
+        if self._ends is not None:
+            self._ends.push(tokens)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens so far that are reasoning or its tags."""
+        if self.parser is None or self._ends is None:
+            return 0
+        return sum(self._ends.count(begin, end) for begin, end in self.parser.reasoning_spans)
+
+    def parse(self, text: str, last: bool) -> list[Item]:
+        """Split text into reasoning, tool calls, and other text."""
         if self.parser is None:
             return [text] if text else []
         found = self.parser.push(text)
@@ -72,6 +85,20 @@ class Choice:
         }
 
 
+class Message:
+    """The reasoning, the text and the calls among parsed items."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.text = "".join(item for item in items if isinstance(item, str))
+        self.calls = [item for item in items if isinstance(item, ToolCall)]
+        self._reasoning = "".join(item.text for item in items if isinstance(item, Reasoning))
+
+    @property
+    def reasoning(self) -> dict[str, str]:
+        """The reasoning by both of its names: most clients read the first one, vLLM's read the second one."""
+        return {"reasoning_content": self._reasoning, "reasoning": self._reasoning} if self._reasoning else {}
+
+
 class ResponseBuilder:
     """The response to one HTTP request.
 
@@ -82,7 +109,7 @@ class ResponseBuilder:
         model: name of the model.
         tokenizer: the backend of a fast tokenizer.
         token_text: returns the text and bytes of a token.
-        parser: creates a parser of tool calls for a choice; None: no tools.
+        parser: creates a parser of reasoning and tool calls for a choice; None: there are none.
         on_first: called at the first token.
     """
 
@@ -95,7 +122,7 @@ class ResponseBuilder:
         model: str,
         tokenizer: Any,
         token_text: Callable[[int], TokenText],
-        parser: Callable[[], ToolParser] | None,
+        parser: Callable[[], Parser] | None,
         on_first: Callable[[], None],
     ) -> None:
         self.parsed, self.requests, self._is_chat, self._token_text = parsed, requests, is_chat, token_text
@@ -125,7 +152,7 @@ class ResponseBuilder:
         known = as_json(head)[1:-1]  # members of every event, encoded once
         usage: dict[str, Any] = {"usage": None} if self.parsed.options.include_usage else {}
         async for new in self._chunks():
-            index = new.index * self.parsed.params.n + new.sample
+            index = self._index_of(new)
             for part in self._deltas(self._choices[index], new):
                 if self._is_chat and index not in begun:
                     begun.add(index)
@@ -152,9 +179,17 @@ class ResponseBuilder:
                     message = f"timeout is {seconds}, expected more seconds: the request was not done after them"
                     raise RequestError(message, "timeout", status=504, code="timeout")
                 self._num_tokens += len(new.tokens)
+                self._choices[self._index_of(new)].count(new.tokens)
                 yield new
         except GenerationError as error:
             raise RequestError(str(error), status=500) from error
+
+    def _message(self, items: Sequence[Item]) -> Message:
+        kept = items if self.parsed.include_reasoning else [one for one in items if not isinstance(one, Reasoning)]
+        return Message(kept)
+
+    def _index_of(self, new: NewTokens) -> int:
+        return new.index * self.parsed.params.n + new.sample
 
     def _deltas(self, choice: Choice, new: NewTokens) -> list[dict[str, Any]]:
         """Return the deltas for new tokens: usually one, none while a character is incomplete."""
@@ -166,12 +201,11 @@ class ResponseBuilder:
             return []
         parts: list[dict[str, Any]] = []
         if self._is_chat:
-            calls = [item for item in found if isinstance(item, ToolCall)]
-            first = choice.num_calls - len(calls)
-            text = "".join(item for item in found if isinstance(item, str))
-            delta: dict[str, Any] = {"content": text} if text else {}
-            if calls:
-                delta["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(calls)]
+            message = self._message(found)
+            first = choice.num_calls - len(message.calls)
+            delta: dict[str, Any] = {**message.reasoning, **({"content": message.text} if message.text else {})}
+            if message.calls:
+                delta["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(message.calls)]
             parts.append({"delta": delta, "logprobs": logprobs, "finish_reason": None})
         else:
             parts.append({"text": "".join(map(str, found)), "logprobs": logprobs, "finish_reason": None})
@@ -186,15 +220,15 @@ class ResponseBuilder:
         choice = self._choices[index]
         output = choice.request.outcome()
         found = choice.parse(output.text or "", last=True)
-        text = "".join(item for item in found if isinstance(item, str))
+        message = self._message(found)
         whole: dict[str, Any] = {"index": index}
         if self._is_chat:
-            calls = [item for item in found if isinstance(item, ToolCall)]
-            whole["message"] = {"role": "assistant", "content": text if text or not calls else None}
-            if calls:
-                whole["message"]["tool_calls"] = calls
+            content = message.text if message.text or not message.calls else None
+            whole["message"] = {"role": "assistant", **message.reasoning, "content": content}
+            if message.calls:
+                whole["message"]["tool_calls"] = message.calls
         else:
-            whole["text"] = text
+            whole["text"] = message.text
         return whole | {
             "logprobs": self._logprobs(choice, output.tokens, output.logprobs),
             "finish_reason": choice.finish_reason,
@@ -211,10 +245,12 @@ class ResponseBuilder:
         completion = self._num_tokens
         accepted = sum(output.stats.accepted for output in outputs)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        reasoning = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self._choices)}
         return usage | {
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(output.stats.drafted for output in outputs) - accepted,
+                **(reasoning if self._is_chat else {}),
             },
             "prompt_tokens_details": {"cached_tokens": cached},
         }

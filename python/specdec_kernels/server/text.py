@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -73,6 +74,26 @@ class TextStream:
             left = left[len(piece.text) :]
         accepted = self._waiting[len(pieces)].accepted if len(pieces) < len(self._waiting) else False
         return [*pieces, Piece(left, accepted)] if left else pieces
+
+
+class TokenEnds:
+    """Where the tokens of a text end in it, in characters."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        self._ends: list[int] = []
+        self._num_characters = 0
+
+    def push(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._num_characters += len(self._stream.step(self._tokenizer, token) or "")
+            self._ends.append(self._num_characters)
+
+    def count(self, begin: int, end: int | None) -> int:
+        """Count the tokens of the characters from `begin` to `end` (exclusive; None: to the last token)."""
+        first = bisect_left(self._ends, begin) + 1 if begin else 0
+        last = len(self._ends) if end is None else min(bisect_left(self._ends, end) + 1, len(self._ends))
+        return max(last - first, 0)
 
 
 class TokenText(NamedTuple):

@@ -159,7 +159,10 @@ class Message(Body, extra="allow"):
     def as_dict(self) -> Object:
         """Return the message for chat templates, its content as one text."""
         text = "\n".join(part.text for part in self.content) or self.refusal or ""
-        return {k: v for k, v in self if v is not None and k != "refusal"} | {"content": text}
+        values = {k: v for k, v in self if v is not None and k != "refusal"} | {"content": text}
+        if "reasoning" in values:  # vLLM's name; templates read the other one
+            values.setdefault("reasoning_content", values["reasoning"])
+        return values
 
 
 class StreamOptions(Body):
@@ -310,6 +313,8 @@ class ChatBody(ConversationBody, Generation):
 
     max_completion_tokens: StrictInt | None = None
     parallel_tool_calls: StrictBool = True
+    include_reasoning: StrictBool = True
+    separate_reasoning: StrictBool = True
     logprobs: StrictBool = False
     top_logprobs: NumTop | None = None
     prediction: Prediction | None = None

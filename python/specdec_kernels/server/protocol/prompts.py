@@ -48,7 +48,7 @@ class Conversation:
 
     messages: list[Object]
     options: Object
-    tools: Sequence[str]
+    tools: dict[str, Any]  # the parameters of each, by its name
     must_call: bool
     effort: str | None  # of reasoning
 
@@ -119,8 +119,12 @@ def read_conversation(body: ConversationBody, settings: Settings) -> Conversatio
         if name in body.model_fields_set:
             options[name] = getattr(body, name)
     messages = [message.as_dict() for message in body.messages]
-    names = [tool["function"]["name"] for tool in tools]
-    return Conversation(messages, options, names, must_call, body.reasoning_effort)
+    return Conversation(messages, options, parameters_of(tools), must_call, body.reasoning_effort)
+
+
+def parameters_of(tools: Sequence[Object]) -> dict[str, Any]:
+    """Return the JSON schema of the parameters of each tool, by its name."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
 
 
 def checked_tokens(engine: Engine, prompts: list[Any], names: list[str], special: bool) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...engine import Engine, SamplingParams
@@ -38,9 +38,11 @@ class ParsedRequest:
         stream: whether the response is a stream.
         options: of the stream.
         num_top: alternatives to each token; -1: no log-probabilities.
-        tools: names of tools that may be called.
+        tools: the tools that may be called: their parameters, by their names.
         must_call: the text is a call of one of them, as JSON.
         parallel_calls: the text may have several calls.
+        separate_reasoning: reasoning is no part of the text.
+        include_reasoning: return it.
         num_prompts: lists of tokens that `tokenize` will return.
     """
 
@@ -50,9 +52,11 @@ class ParsedRequest:
     stream: bool
     options: StreamOptions
     num_top: int = -1
-    tools: Sequence[str] = ()
+    tools: dict[str, Any] = field(default_factory=dict)
     must_call: bool = False
     parallel_calls: bool = True
+    separate_reasoning: bool = True
+    include_reasoning: bool = True
     num_prompts: int = 1
 
     def refused(self, error: ValueError) -> RequestError:
@@ -80,6 +84,8 @@ def read_chat(values: Object, settings: Settings, engine: Engine) -> ParsedReque
         conversation.tools,
         conversation.must_call,
         body.parallel_tool_calls,
+        body.separate_reasoning,
+        body.include_reasoning,
     )
 
 

@@ -15,7 +15,8 @@ class Settings:
         api_key: key that they must send; None: none.
         defaults: sampling parameters of requests that do not give them, by the names of `SamplingParams`.
         chat_template: replaces the tokenizer's.
-        tool_parser: "hermes" or "llama3"; None: found from the template.
+        tool_parser: name of the parser of tool calls; None: found from the template.
+        reasoning_parser: name of the parser of reasoning, or "none"; None: found from the template.
         max_queued: requests that may wait for a slot; further ones get 429.
         max_body_bytes: limit of one request's body.
         max_prompt_tokens: limit of one request's prompt; None: the engine's limit.
@@ -27,6 +28,7 @@ class Settings:
     defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
     chat_template: str | None = None
     tool_parser: str | None = None
+    reasoning_parser: str | None = None
     max_queued: int = 2048
     max_body_bytes: int = 8 << 20
     max_prompt_tokens: int | None = None
