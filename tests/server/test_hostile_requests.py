@@ -193,3 +193,8 @@ def test_server_ends_texts_at_the_end_of_turn_of_the_tokenizer() -> None:
         for more, reason in (({}, "stop"), ({"stop_token_ids": [5]}, "stop"), ({"ignore_eos": True}, "length")):
             [choice] = json.loads(running.ask(COMPLETE, body | more)[2])["choices"]
             assert choice["finish_reason"] == reason
+
+
+def test_detokenize_counts_tokens_first(server: Running) -> None:
+    got = server.error("/detokenize", {"tokens": [5] * 10**6})
+    assert got == (400, "tokens has 1000000 entries, expected at most 128 (max_len)", "tokens")

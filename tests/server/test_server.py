@@ -9,7 +9,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -35,7 +34,7 @@ from support.observed_rounds import wrap_method
 from support.random_checkpoints import save_random_model
 from support.request_engines import DRAFTS, make_engine, prompts
 from support.scripted import scripted
-from support.server_thread import NAME, Running, serving, wait_for
+from support.server_thread import NAME, Running, serving, start, wait_for
 from support.tiny_checkpoint import tokenizer
 
 TEXT = "def area("
@@ -1001,16 +1000,6 @@ def test_metrics_have_names_of_vllm_and_sglang() -> None:
 
 
 # --- the command
-
-
-def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
-    """Start `specdec serve` in a process of its own, and return its address."""
-    command = [sys.executable, "-m", "specdec_kernels", "serve", "--port", "0", "--device", "cpu", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    line = process.stdout.readline()
-    assert line.startswith("specdec serve: "), process.stderr.read()
-    return process, line
 
 
 def test_sigterm_lets_requests_finish() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,3 +87,14 @@ def serving(engine: Engine, **settings: Any) -> Iterator[Running]:
         finally:
             server.should_exit = True
             thread.join()
+            app.state.server.grammars.close()
+
+
+def start(*arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """Start `specdec serve` in a process of its own, and return its address."""
+    command = [sys.executable, "-m", "specdec_kernels", "serve", "--port", "0", "--device", "cpu", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    line = process.stdout.readline()
+    assert line.startswith("specdec serve: "), process.stderr.read()
+    return process, line

@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,13 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--max-n", type=int, default=128, metavar="N", help="choices of a request at most (128)")
     parser.add_argument(
+        "--max-grammar-seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="time that the schema, regular expression or grammar of a request may take to compile (5)",
+    )
+    parser.add_argument(
         "--drain-seconds",
         type=int,
         metavar="S",
@@ -99,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT, then end the process."""
     from ..engine import AsyncEngine
     from ..server import make_app, serving_process
     from ..server.parsers import format_of
@@ -113,6 +121,7 @@ def serve(args: argparse.Namespace) -> int:
         ("max_body_bytes", 1),
         ("max_n", 1),
         ("max_prompt_tokens", 1),
+        ("max_grammar_seconds", 0.01),
         ("drain_seconds", 0),
     ):
         if (value := getattr(args, name)) is not None and value < low:
@@ -124,7 +133,10 @@ def serve(args: argparse.Namespace) -> int:
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         with serving_process():
             run_app(app, listener, args, f"{app.state.server.settings.model_name} ({chosen.algorithm}) at {where}")
-    return 0
+    # The interpreter would free torch's modules for seconds, and wait for a grammar that is still compiled.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> Settings:
@@ -142,6 +154,7 @@ def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> S
         max_body_bytes=args.max_body_bytes,
         max_prompt_tokens=args.max_prompt_tokens,
         max_n=args.max_n,
+        max_grammar_seconds=args.max_grammar_seconds,
     )
 
 
@@ -202,12 +215,14 @@ def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
+            app.state.server.prepare()
             print(f"specdec serve: {title}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             if args.drain_seconds is not None:
                 asyncio.get_running_loop().call_later(args.drain_seconds, app.state.server.cancel_all)
             await super().shutdown(sockets)
+            app.state.server.grammars.close()
 
     config = uvicorn.Config(
         app,
@@ -216,6 +231,8 @@ def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: 
         lifespan="off",
         ws="none",
         server_header=False,
+        # One second after the requests were cancelled, for connections that are still open.
+        timeout_graceful_shutdown=None if args.drain_seconds is None else args.drain_seconds + 1,
     )
     # uvicorn raises the signal again at the end. This handler ignores it, so that the engine is closed in order.
     before = signal.signal(signal.SIGTERM, lambda *_: None)

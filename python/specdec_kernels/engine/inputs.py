@@ -24,6 +24,7 @@ class InputProcessor:
         tokenizer: of prompts and outputs, or None.
         no_tokenizer: why there is none, for error messages.
         eos_token_ids: tokens that end a request by default.
+        grammars: compiles those of requests.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class InputProcessor:
         self._config, self._draft = config, draft
         self._vocab_size = target.config.vocab_size
         self._placeholders = placeholders(target.model.config)
-        self._grammars = Grammars(tokenizer, no_tokenizer, target.lm_head.out_features)
+        self.grammars = Grammars(tokenizer, no_tokenizer, target.lm_head.out_features)
 
     def tokenize(self, prompts: Sequence[Any], names: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Return the token ids of prompts, text or token ids each.
@@ -103,7 +104,7 @@ class InputProcessor:
         """Compile the grammars that these parameters name, so that `specs` finds them. This may take seconds."""
         for one in params:
             if self.has_grammar(one):
-                self._grammars.compiled(one)
+                self.grammars.compiled(one)
 
     def has_grammar(self, params: SamplingParams) -> bool:
         """Return whether the parameters name a grammar that this engine takes."""
@@ -187,7 +188,7 @@ class InputProcessor:
             return None
         if not self._config.grammars:
             raise ValueError(f"SamplingParams: {kind} is given, expected none without Engine(grammars=True)")
-        return self._grammars.new_matcher(params, stop_tokens)
+        return self.grammars.new_matcher(params, stop_tokens)
 
     def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
         if not params.stop_strings:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._C import version as __version__
 from ..engine import AsyncEngine, AsyncRequest, Engine
+from .grammars import GrammarCompiler, GrammarLimits
 from .metrics import Metrics
 from .parsers import FirstCall, OneCall, Parser, format_of
 from .protocol import (
@@ -45,6 +47,9 @@ PAGE_POLICY = (
     "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"  # no external content
 )
 
+LARGE_BODY = 1 << 16  # bytes; larger ones are parsed in a thread
+
+T = TypeVar("T")
 Reader = Callable[[Object, Settings, Engine], ParsedRequest]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -64,6 +69,9 @@ class Server:
         self._token_text = token_texts(self._backend)
         template = settings.chat_template or getattr(engine.tokenizer, "chat_template", None) or ""
         self._format = format_of(str(template), settings.tool_parser, settings.reasoning_parser)
+        self.grammars = GrammarCompiler(engine, GrammarLimits(seconds=settings.max_grammar_seconds))
+        self._num_prepared = 0  # texts of requests that are tokenized, or whose grammars are compiled
+        self._preparing: set[asyncio.Task[Any]] = set()
 
     # --- generation
 
@@ -77,13 +85,9 @@ class Server:
         arrival = time.perf_counter()
         # In a thread: the texts of a prediction or of stop strings are tokenized.
         parsed = await asyncio.to_thread(read, await self._body(request), self.settings, self.engine)
-        self._check_count(parsed.num_prompts * parsed.params.n)  # before a million prompts are tokenized
-        token_lists = await asyncio.to_thread(parsed.tokenize, self.engine)
-        try:
-            await self.tasks.compile_grammars([parsed.params])
-        except ValueError as error:
-            raise parsed.refused(error) from error
-        requests = self._submit(parsed, token_lists, arrival)
+        with self._reserved(parsed.num_prompts * parsed.params.n):  # before a million prompts are tokenized
+            token_lists = await self._unless_gone(request, self._prepare(parsed))
+            requests = self._submit(parsed, token_lists, arrival)
         builder = ResponseBuilder(
             parsed,
             requests,
@@ -121,21 +125,53 @@ class Server:
         """Return how many requests may run and wait."""
         return self.engine.config.num_slots + self.settings.max_queued
 
-    def _check_count(self, count: int) -> None:
+    @contextmanager
+    def _reserved(self, count: int) -> Iterator[None]:
+        """Count texts as waiting while they are prepared; RequestError if there is no room for them."""
         if count > self._room:
             raise RequestError(f"prompt and n ask for {count} texts, expected at most {self._room}", "n")
+        num_open = self.metrics.num_open + self._num_prepared
+        if num_open + count > self._room:
+            message = f"{num_open} requests are waiting or running, expected fewer: try again later"
+            raise RequestError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
+        self._num_prepared += count
+        try:
+            yield
+        finally:
+            self._num_prepared -= count
+
+    async def _prepare(self, parsed: ParsedRequest) -> list[list[int]]:
+        """Return the tokens of a request's prompts, once its grammar is compiled."""
+        token_lists = await asyncio.to_thread(parsed.tokenize, self.engine)
+        try:
+            await self.grammars.compile(parsed.params)
+        except ValueError as error:
+            raise parsed.refused(error) from error
+        return token_lists
+
+    async def _unless_gone(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Await work, and cancel it when the client disconnects or the server stops."""
+        task = asyncio.ensure_future(work)
+        watcher = asyncio.ensure_future(disconnected(request.receive))
+        self._preparing.add(task)
+        try:
+            await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientDisconnect
+            if task.cancelled():
+                raise RequestError("the request was cancelled, expected to be sent again", status=503)
+            return task.result()
+        finally:
+            self._preparing.discard(task)
+            task.cancel()
+            watcher.cancel()
 
     def _submit(self, parsed: ParsedRequest, token_lists: list[list[int]], arrival: float) -> list[AsyncRequest]:
-        """Submit every choice of every prompt, or none. It does not await, so that the count of open requests holds."""
+        """Submit every choice of every prompt, or none."""
         most = self.settings.max_prompt_tokens
         for tokens in token_lists:
             if most is not None and len(tokens) > most:
                 raise RequestError(f"the prompt has {len(tokens)} tokens, expected at most {most}", "prompt")
-        count = len(token_lists) * parsed.params.n
-        room = self._room
-        if self.metrics.num_open + count > room:
-            message = f"{self.metrics.num_open} requests are waiting or running, expected fewer: try again later"
-            raise RequestError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
         params = [parsed.params] * len(token_lists)
         try:
             with unavailable_as_503():
@@ -145,33 +181,47 @@ class Server:
         self.metrics.begin(requests, arrival)
         return requests
 
+    def prepare(self) -> None:
+        """Start the process that compiles grammars before the first one comes; call it in the event loop."""
+        if self.engine.config.grammars:
+            self.grammars.start()
+
     def cancel_all(self) -> None:
         """Cancel all running and waiting requests; clients get an error."""
+        for task in self._preparing:
+            task.cancel()
         for request in self.metrics.open_requests:
             request.cancel()
 
     # --- other endpoints
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request)
-        if body.get("messages") is not None:
-            conversation = read_conversation(validate(ConversationBody, body, self.settings), self.settings)
-            token_lists = await asyncio.to_thread(conversation.tokenize, self.engine)
-        else:
-            prompts = read_prompts(validate(PromptBody, body, self.settings))
-            if len(prompts.prompts) > 1:
-                raise unexpected("prompt", body["prompt"], "one prompt")
-            token_lists = await asyncio.to_thread(prompts.tokenize, self.engine)
-        tokens = token_lists[0]
+        tokens = await asyncio.to_thread(self._tokenize, await self._body(request))
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.config.max_len})
 
+    def _tokenize(self, body: Object) -> list[int]:
+        if body.get("messages") is not None:
+            return read_conversation(validate(ConversationBody, body, self.settings), self.settings).tokenize(
+                self.engine
+            )[0]
+        prompts = read_prompts(validate(PromptBody, body, self.settings))
+        if len(prompts.prompts) > 1:
+            raise unexpected("prompt", body["prompt"], "one prompt")
+        return prompts.tokenize(self.engine)[0]
+
     async def detokenize(self, request: Request) -> Response:
-        tokens = validate(DetokenizeBody, await self._body(request), self.settings).tokens
-        vocab_size = self.engine.target.config.vocab_size
+        return JSONResponse({"prompt": await asyncio.to_thread(self._detokenize, await self._body(request))})
+
+    def _detokenize(self, body: Object) -> str:
+        tokens = validate(DetokenizeBody, body, self.settings).tokens
+        vocab_size, max_len = self.engine.target.config.vocab_size, self.engine.config.max_len
+        if len(tokens) > max_len:
+            raise RequestError(f"tokens has {len(tokens)} entries, expected at most {max_len} (max_len)", "tokens")
         for token in tokens:
             if not 0 <= token < vocab_size:
                 raise RequestError(f"tokens has {token}, expected 0 to {vocab_size - 1}", "tokens")
-        return JSONResponse({"prompt": await asyncio.to_thread(self.engine.tokenizer.decode, tokens)})
+        text: str = self.engine.tokenizer.decode(tokens)
+        return text
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
@@ -204,6 +254,8 @@ class Server:
     async def health(self, _: Request) -> Response:
         with unavailable_as_503():
             self.engine.core.expect_open()
+        if trouble := self.grammars.trouble:
+            raise RequestError(trouble, status=503)
         return JSONResponse({"status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
@@ -245,7 +297,8 @@ class Server:
                 parts.append(part)
         if size > most:
             raise RequestError(f"the body has {size} bytes or more, expected at most {most}", status=413)
-        return parse_body(b"".join(parts))
+        whole = b"".join(parts)
+        return await asyncio.to_thread(parse_body, whole) if size > LARGE_BODY else parse_body(whole)
 
 
 class RequestIds:
@@ -308,13 +361,18 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @asynccontextmanager
 async def cancelled_on_disconnect(receive: Receive, requests: Sequence[AsyncRequest]) -> AsyncIterator[None]:
     """Cancel the requests when the client disconnects, or when the response ends first."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         for request in requests:
             request.cancel()
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Matcher = Any  # xgrammar.GrammarMatcher
 POLL_SECONDS = 5e-5  # between two polls for the device's trees
 MOST_WHITESPACE = 16  # consecutive characters between two parts of a JSON text: some models would never stop
+CACHE_BYTES = 512 << 20  # of compiled grammars
 FULL = -1  # a word of a mask that allows all of its tokens
 
 
@@ -36,6 +37,10 @@ class Grammars:
         self._lock = Lock()
         self._compiler: Any = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what it was made of, for another process."""
+        return Grammars, (self._tokenizer, self._no_tokenizer, self._vocab_size)
+
     def compiled(self, sampling: SamplingParams) -> Any:
         """Return the compiled grammar of a request that has one.
 
@@ -45,9 +50,7 @@ class Grammars:
         kind, source = sampling.constraint
         if kind == "json_schema":
             source = held_to_source(source)
-        with self._lock:
-            if self._compiler is None:
-                self._compiler = self._make_compiler(kind)
+        self.prepare(kind)
         compile_it = {
             "json_schema": partial(self._compiler.compile_json_schema, max_whitespace_cnt=MOST_WHITESPACE),
             "regex": self._compiler.compile_regex,
@@ -58,6 +61,18 @@ class Grammars:
         except RuntimeError as error:
             why = " ".join(re.sub(r"^\[[^]]*\] \S+:\d+: ", "", str(error)).split())  # without its time and place
             raise ValueError(f"SamplingParams: {kind} does not compile: {why}") from error
+
+    def prepare(self, kind: str = "grammar") -> None:
+        """Read the tokenizer for grammars, at the latest when the first one is compiled."""
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._make_compiler(kind)
+
+    def try_out(self, kind: str, source: str) -> int:
+        """Compile a grammar, compute its first mask, and return its size in bytes; ValueError as `compiled`."""
+        grammar = self.compiled(SamplingParams(**{kind: source}))
+        NewMatcher(grammar, [0]).is_dead_end([])  # a stop token, whichever
+        return int(grammar.memory_size_bytes)
 
     def new_matcher(self, sampling: SamplingParams, stop_tokens: Sequence[int]) -> NewMatcher:
         """Return what makes matchers at the start of the text, which the request's stop tokens may end.
@@ -87,7 +102,7 @@ class Grammars:
                 '(pip install "specdec-kernels[grammar]")'
             ) from error
         info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
-        return xgrammar.GrammarCompiler(info)
+        return xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
 
 
 @lru_cache(maxsize=64)

@@ -21,6 +21,7 @@ class Settings:
         max_body_bytes: limit of one request's body.
         max_prompt_tokens: limit of one request's prompt; None: the engine's limit.
         max_n: limit of one request's choices.
+        max_grammar_seconds: limit of a grammar's compilation.
     """
 
     model_name: str
@@ -33,3 +34,4 @@ class Settings:
     max_body_bytes: int = 8 << 20
     max_prompt_tokens: int | None = None
     max_n: int = 128
+    max_grammar_seconds: float = 5.0

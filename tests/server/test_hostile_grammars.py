@@ -1,0 +1,110 @@
+"""Grammars that take too long, too much memory, or end their compiler: others do not notice them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from specdec_kernels.engine import Engine
+from specdec_kernels.tiny import tiny_model
+from support.server_thread import Running, serving, start, wait_for
+
+pytest.importorskip("xgrammar")
+
+PATH = "/v1/completions"
+PLAIN = {"prompt": "def f", "max_tokens": 2}
+SECONDS = 0.5  # for a grammar
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    engine = Engine(tiny_model("target"), device="cpu", max_len=128, num_slots=2, adaptive=False, grammars=True)
+    with serving(engine, max_grammar_seconds=SECONDS) as running:
+        assert running.ask(PATH, PLAIN | {"regex": "a+"})[0] == 200  # starts the process that compiles
+        yield running
+
+
+def seconds_of_plain(server: Running) -> float:
+    begin = time.monotonic()
+    assert server.ask(PATH, PLAIN)[0] == 200
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "ab" * 450_000}, "regex has 900000 characters, expected at most 65536"),
+        (nested(400), "response_format is nested too deep, expected fewer levels"),
+        ({"regex": "a[bc]?" * 5000}, "regex takes more than 0.5 s to compile, expected a simpler one"),
+    ],
+)  # fmt: skip
+def test_grammar_beyond_a_limit_is_refused_by_name(server: Running, fields: dict[str, Any], message: str) -> None:
+    assert server.error(PATH, PLAIN | fields)[:2] == (400, message)
+
+
+def test_bystanders_do_not_wait_for_grammars_of_clients_that_leave(server: Running) -> None:
+    compiler = server.app.state.server.grammars
+    with ExitStack() as clients:
+        for i in range(8):
+            connection = clients.enter_context(server.connection())
+            connection.request("POST", PATH, json.dumps(PLAIN | {"regex": "a[bc]?" * (5000 + i)}))
+        wait_for(lambda: compiler._num_waiting > 4)
+        assert max(seconds_of_plain(server) for _ in range(3)) < 1
+        assert server.ask("/health")[0] == 200
+    wait_for(lambda: compiler._num_waiting == 0, seconds=1)  # all have left: nothing is compiled any more
+    assert server.app.state.server._num_prepared == 0
+
+
+def test_process_that_compiles_is_started_again(server: Running) -> None:
+    compiler = server.app.state.server.grammars
+    assert compiler._process is not None
+    os.kill(compiler._process.pid, signal.SIGKILL)
+    compiler._process.wait()
+    assert server.ask(PATH, PLAIN | {"regex": "b+"})[0] == 200
+
+
+def test_health_names_grammars_that_do_not_end(server: Running) -> None:
+    compiler = server.app.state.server.grammars
+    compiler._deadlines["late"] = time.monotonic() - 1
+    try:
+        assert server.error("/health", None)[:2] == (
+            503,
+            "1 grammars are compiled for longer than their time, expected none",
+        )
+    finally:
+        del compiler._deadlines["late"]
+
+
+@pytest.mark.exhaustive
+def test_sigterm_is_obeyed_while_grammars_are_compiled() -> None:
+    process, line = start("--drain-seconds", "2", "--max-grammar-seconds", "60")
+    try:
+        port = int(line.strip().rsplit(":", 1)[1])
+        with ExitStack() as clients:
+            for i in range(4):
+                connection = http.client.HTTPConnection("127.0.0.1", port)
+                clients.callback(connection.close)
+                connection.request("POST", PATH, json.dumps(PLAIN | {"regex": "a[bc]?" * (10000 + i)}))
+            time.sleep(8)  # the process that compiles has started
+            process.send_signal(signal.SIGTERM)
+            begin = time.monotonic()
+            assert process.wait(timeout=30) == 0
+            assert time.monotonic() - begin < 4
+    finally:
+        process.kill()
+        process.communicate()
