@@ -1,4 +1,4 @@
-"""Fixtures of all tests, the seeds that make the default run deterministic, and the choice of exhaustive cases."""
+"""Fixtures of all tests, the seeds that make the default run deterministic, and the choice of exhaustive and real cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect exhaustive cases that neither -m nor a node id asks for; on a GPU, deselect those of the CPU alone."""
+    """Deselect exhaustive and real cases that neither -m nor a node id asks for.
+
+    On a GPU, of the exhaustive ones only those of the CPU alone.
+    """
     if config.option.markexpr:
         return
     named = [(Path(file).resolve(), test) for file, _, test in (arg.partition("::") for arg in config.args) if test]
@@ -39,7 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [
         item
         for item in items
-        if item.get_closest_marker("exhaustive") and not is_named(item) and not may_run_on_gpu(item)
+        if not is_named(item)
+        and (item.get_closest_marker("real") or (item.get_closest_marker("exhaustive") and not may_run_on_gpu(item)))
     ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -44,7 +44,7 @@ def add_flag(parser: Container, name: str, *hidden: str, **options: Any) -> None
 
 def add_model(parser: argparse.ArgumentParser, default: str = "") -> None:
     """Add the target model, as an argument and as a flag; `model_of` reads them."""
-    parser.add_argument("model", nargs="?", help=f"target: a folder or hub id{default}")
+    parser.add_argument("model", nargs="?", help=f"target: a folder, a hub id, or smollm2, the extra's model{default}")
     parser.add_argument("--model-path", metavar="PATH", help="the same, as a flag")
 
 

@@ -6,10 +6,10 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from .arguments import add_flag, model_of
+from .arguments import add_flag
 from .engine_flags import add_engine_flags
 from .optional_dependencies import guarded, require
-from .speculative_flags import add_draft_to_examine
+from .speculative_flags import add_draft_to_examine, read_draft_to_examine
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def diagnose(args: argparse.Namespace) -> int:
     """Examine the draft and print the diagnosis; return 1 if it has a cause, else 0."""
     from .doctor_examine import examine
 
-    args.model = model_of(args, required=True)
+    read_draft_to_examine(args)
     diagnosis = examine(args)
     if args.json:
         print(json.dumps(diagnosis.facts(), indent=2))

@@ -50,7 +50,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--model-path",
         "--model",
         metavar="PATH",
-        help="target: a folder or hub id (default: the packaged tiny model)",
+        help="target: a folder, a hub id, or smollm2, the extra's model (default: the packaged tiny model)",
     )
     add_engine_flags(parser, "--adapter")
     speculative_flags.add_arguments(parser)

@@ -12,6 +12,7 @@ import platform
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..smollm2 import model_path
 from .arguments import add_model, model_of
 from .optional_dependencies import require
 from .table import print_table
@@ -38,12 +39,13 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     try:
-        model = model_of(args)
+        given = model_of(args)
+        model = given and model_path(given)
     except ValueError as error:
         print(f"specdec info: {error}", file=sys.stderr)
         return 2
-    if model is not None:
-        return run_model(model, args.json)
+    if model:
+        return run_model(str(model), args.json)
     facts = collect()
     if args.json:
         print(json.dumps(facts, indent=2))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..smollm2 import model_path
 from .algorithms import ALGORITHMS, CHECKPOINT_ALGORITHMS, draft_class
-from .arguments import add_flag, add_model
+from .arguments import add_flag, add_model, model_of
 from .tuning_flags import apply_tuning
 
 if TYPE_CHECKING:
@@ -68,6 +69,16 @@ def add_draft_to_examine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def read_draft_to_examine(args: argparse.Namespace) -> None:
+    """Set `args.model` to the target, and names of models of extras to their folders.
+
+    Raises:
+        ValueError: no target, or two; an extra that is not installed.
+    """
+    args.model = model_path(str(model_of(args, required=True)))
+    args.speculative_draft_model_path = model_path(args.speculative_draft_model_path)
+
+
 class Chosen(NamedTuple):
     """A target and its draft."""
 
@@ -79,6 +90,8 @@ class Chosen(NamedTuple):
 
 def choose(args: argparse.Namespace) -> Chosen:
     """Return what the flags ask for; without a target that is the tiny model, whose head drafts on a GPU.
+
+    The name "smollm2" stands for the model of that extra.
 
     `args.tuning` fills what the flags leave open, and sets `args.model` to its target.
 
@@ -110,9 +123,11 @@ def choose(args: argparse.Namespace) -> Chosen:
     head = args.speculative_draft_model_path
     if algorithm.startswith("EAGLE3") and head is None and args.model is None:
         head = tiny_model("eagle3")
+    if isinstance(head, str):
+        head = model_path(head)
     # A GPU verifies a tree in the time of a token. A CPU pays for every node, so a chain is faster.
     draft = draft_of(args, algorithm, head, topk=8 if on_gpu else 1)
-    return Chosen(args.model or tiny_model("target"), algorithm, draft, on_gpu)
+    return Chosen(tiny_model("target") if args.model is None else model_path(args.model), algorithm, draft, on_gpu)
 
 
 def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) -> Draft | None:

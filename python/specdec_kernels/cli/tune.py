@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import add_flag, model_of
+from .arguments import add_flag
 from .engine_flags import add_engine_flags
 from .optional_dependencies import guarded, require, unwritable
-from .speculative_flags import add_draft_to_examine
+from .speculative_flags import add_draft_to_examine, read_draft_to_examine
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def tune(args: argparse.Namespace) -> int:
     """Measure, and print and write the result; return 1 if nothing was measured, else 0."""
     from .tune_measure import measure
 
-    args.model = model_of(args, required=True)
+    read_draft_to_examine(args)
     for name in SWEEPS:
         setattr(args, name, rising(getattr(args, name), "--" + name.replace("_", "-")))
     if args.out and unwritable(args.out):
