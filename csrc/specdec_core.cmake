@@ -38,7 +38,12 @@ target_include_directories(specdec_core PUBLIC csrc)
 target_include_directories(specdec_core SYSTEM PUBLIC ${DLPACK_INCLUDE})
 target_link_libraries(specdec_core PUBLIC Threads::Threads)
 target_compile_options(specdec_core PUBLIC $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off -ffile-prefix-map=${CMAKE_SOURCE_DIR}/=>)
-if(SPECDEC_SANITIZE)
+# Checks of the stack, and of the C library's copies where the optimizer knows sizes; no kernel and no loop of ours calls
+# one of them.
+if(NOT SPECDEC_SANITIZE)
+  target_compile_options(specdec_core PUBLIC $<$<COMPILE_LANGUAGE:CXX>:-fstack-protector-strong>
+                                             $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<CONFIG:Release>>:-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=3>)
+else()
   target_compile_options(specdec_core PUBLIC -fsanitize=address,undefined -fno-sanitize-recover=undefined
                                              -fno-omit-frame-pointer -g)
   target_link_options(specdec_core PUBLIC -fsanitize=address,undefined)

@@ -25,6 +25,19 @@ DEVELOPMENT_BUILD = Path("build") / ("dev-cpu" if HERE_CUDA == "OFF" else "dev")
 SYSTEM_LIBRARIES = {"libstdc++", "libm", "libgcc_s", "libc", "libpthread", "libdl", "librt", "ld-linux-x86-64"}
 
 
+# The title in THIRD_PARTY_NOTICES, by the folder that a header is included from; the runtime and models are no headers.
+OF_OTHERS = {
+    "cutlass": "CUTLASS and CuTe",
+    "cute": "CUTLASS and CuTe",
+    "cudart": "CUDA runtime",
+    "cub": "CUB",
+    "cuda": "libcu++",
+    "nvtx3": "libcu++",
+    "pybind11": "pybind11",
+    "dlpack": "DLPack",
+    "models": "Tiny models",
+}
+
 HERE = f"cp{sys.version_info[0]}{sys.version_info[1]}"
 
 WHEELS = [None, *sorted((ROOT / "dist").glob("specdec_kernels-*.whl"))]
@@ -147,6 +160,24 @@ def test_wheel_contains_runtime_files(wheel: Path) -> None:
     assert any(name.endswith("/licenses/LICENSE") for name in files(wheel))
 
 
+def test_wheel_contains_the_notices_of_what_is_compiled_in(wheel: Path) -> None:
+    (name,) = [name for name in files(wheel) if name.endswith("/licenses/THIRD_PARTY_NOTICES")]
+    notices = zipfile.ZipFile(wheel).read(name).decode()
+    titles = re.findall(r"^={80}\n(.*)\n={80}$", notices, re.MULTILINE)
+    assert {title.split(" (")[0] for title in titles} == set(OF_OTHERS.values())
+    assert notices.count("THIS SOFTWARE IS PROVIDED BY THE COPYRIGHT HOLDERS AND CONTRIBUTORS") == 3  # BSD texts
+    assert "This software contains source code provided by NVIDIA Corporation." in notices
+
+
+def test_every_foreign_header_has_a_notice() -> None:
+    """Headers of the system and of CUDA's compiler need none; the others name whose they are by their first folder."""
+    sources = [path.read_text() for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu")]
+    included = {name for text in sources for name in re.findall(r"^#include <([^>]+)>", text, re.MULTILINE)}
+    ours_or_toolchain = re.compile(r"[a-z_]+|sys/\w+\.h|(Python|pthread|unistd|cuda(_\w+)?|cooperative_groups)\.h")
+    foreign = {name.split("/")[0] for name in included if not ours_or_toolchain.fullmatch(name)}
+    assert foreign == OF_OTHERS.keys() - {"cudart", "models"}
+
+
 def test_wheel_contains_no_other_files(wheel: Path) -> None:
     kinds = {Path(name).suffix for name in files(wheel) if name.startswith("specdec_kernels/")}
     assert kinds == {".py", ".pyi", ".typed", ".so", ".json", ".safetensors", ".html"}
@@ -169,6 +200,25 @@ def test_wheel_needs_system_libraries_alone(module: Path) -> None:
 def test_wheel_exports_one_symbol(module: Path) -> None:
     symbols = native_build.run(["nm", "-D", "--defined-only", module]).split("\n")
     assert [line.split()[-1] for line in symbols if line] == ["PyInit__C"]
+
+
+def test_module_lacks_no_symbol_of_its_own(module: Path) -> None:
+    """Undefined are symbols of libraries, which have a version, and Python's: a forgotten source file leaves others."""
+    symbols = native_build.run(["nm", "-D", "--undefined-only", module]).split("\n")
+    names = [line.split()[-1] for line in symbols if line]
+    weak = ("_ITM_", "__gmon_start__")  # of any module: the system may have them
+    assert names and not [
+        name for name in names if "@" not in name and not re.match("_?Py", name) and not name.startswith(weak)
+    ]
+
+
+def test_module_is_hardened(module: Path) -> None:
+    assert re.search(r"\(FLAGS\).*BIND_NOW", native_build.run(["readelf", "-d", module]))
+    segments = native_build.run(["readelf", "-lW", module])
+    assert "GNU_RELRO" in segments and re.search(r"GNU_STACK .* RW ", segments)
+    undefined = native_build.run(["nm", "-D", "--undefined-only", module])
+    assert "__stack_chk_fail" in undefined
+    assert re.search(r"__\w+_chk@", undefined)  # of _FORTIFY_SOURCE
 
 
 def test_wheel_imports_without_dependencies(wheel: Path, python: Path) -> None:
