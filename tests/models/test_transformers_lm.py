@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specdec_kernels.engine import Engine, Ngram, SamplingParams
 from specdec_kernels.engine import startup as opening
@@ -274,16 +275,41 @@ def test_transformers_engine_is_freed_without_the_garbage_collector() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])
-def test_module_that_is_not_made_as_its_family_reads_it_is_refused(model_type: str) -> None:
+def test_module_that_is_not_made_as_its_family_reads_it_is_refused_by_the_native_backend(model_type: str) -> None:
     model = tiny_model(model_type)
     for module in model.modules():
         vars(module).get("_buffers", {}).pop("embed_positions", None)
     with pytest.raises(ValueError) as error:
-        Engine(model, max_len=64, device="cpu", dtype=torch.float32)
+        Engine(model, max_len=64, device="cpu", dtype=torch.float32, implementation="native")
     assert re.sub(r"\(.*\)", "(...)", str(error.value)) == (
         f"model: {type(model).__name__} of transformers {transformers.__version__} is not made as our layers read it "
         "(...), expected implementation='transformers' for it"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_module_of_other_logits_than_our_layers_runs_by_its_modules(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, forward = tiny_model("llama", **NATIVE), LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x + 0.5))  # what no config says
+    options: dict[str, Any] = {"max_len": 64, "device": "cpu", "dtype": dtype}
+    name = f"LlamaForCausalLM of transformers {transformers.__version__}"
+    limit = 0.002 if dtype == torch.float32 else 0.2
+    message = (
+        rf"model: {name} gives other logits than our layers, [\d.]+ of their spread apart, expected at most {limit} "
+        r"\(implementation='transformers' runs its modules\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        Engine(model, implementation="native", **options)
+    with pytest.warns(RuntimeWarning, match="Engine: " + message + "; its modules run, which is slower"):
+        engine = Engine(model, **options)
+    assert engine.config.implementation == "transformers"
+    prompt = list(range(5, 25))
+    text = torch.tensor([prompt])
+    want = model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=12, do_sample=False)
+    (output,) = engine.generate([prompt], SamplingParams(max_new_tokens=12))
+    assert dtype == torch.bfloat16 or prompt + output.tokens == want[0].tolist()
 
 
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])

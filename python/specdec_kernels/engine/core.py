@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -12,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..models.backends.self_check import ModuleMismatchError
 from ..models.weights.adapters import with_base
 from ..models.weights.checkpoint import expect_folder
 from ..models.weights.model_config import config_of, model_name
@@ -24,7 +27,7 @@ from .options import EngineOptions
 from .outputs import NewTokens
 from .params import SamplingParams
 from .request import BaseRequest
-from .startup import on_stream, open_runtime
+from .startup import Runtime, on_stream, open_runtime
 from .stats import EngineStats, read_stats
 from .text.prompts import load_tokenizer, own_tokenizer
 from .threads import EngineThreads
@@ -73,18 +76,34 @@ class EngineCore:
         tokenizer, no_tokenizer = load_tokenizer(
             base, options.tokenizer or own_tokenizer(adapter), options.trust_remote_code
         )
-        self.runtime = open_runtime(
-            base,
-            self.draft,
-            config,
-            adapter=adapter,
-            tokenizer=tokenizer,
-            no_tokenizer=no_tokenizer,
-            calibrations=calibrations,
-            costs=costs_for(tuning, self._rounds, config),
-            trace=options.trace is not None,
-            progress=options.progress,
-        )
+
+        def opened(config: EngineConfig) -> Runtime:
+            return open_runtime(
+                base,
+                self.draft,
+                config,
+                adapter=adapter,
+                tokenizer=tokenizer,
+                no_tokenizer=no_tokenizer,
+                calibrations=calibrations,
+                costs=costs_for(tuning, self._rounds, config),
+                trace=options.trace is not None,
+                progress=options.progress,
+            )
+
+        mismatch = ""
+        try:
+            self.runtime = opened(config)
+        except ModuleMismatchError as error:
+            if options.implementation != "auto":
+                raise
+            mismatch = str(error)
+        if mismatch:  # the first model is freed by now
+            warnings.warn(f"Engine: {mismatch}; its modules run, which is slower", RuntimeWarning, stacklevel=3)
+            options = replace(options, implementation="transformers")
+            config = EngineConfig.resolve(model_config, self.draft, machine, options)
+            self._rounds = rounds_of(model_config, self.draft, config)
+            self.runtime = opened(config)
         self.executor, self.scheduler, self.stream = self.runtime.executor, self.runtime.scheduler, self.runtime.stream
         self.config, self.target, self.state = self.runtime.config, self.executor.target, self.executor.state
         self.inputs = InputProcessor(self.config, self.target, self.draft, tokenizer, no_tokenizer)

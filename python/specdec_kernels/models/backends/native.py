@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..weights.model_config import config_of
 from ..weights.sharding import divide
 from ..weights.update import write_over
 from .base import PagedModel
+from .self_check import CHECKED_ROWS, ModuleMismatchError, check_against_module
 
 
 def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> Family:
@@ -40,13 +42,14 @@ def read_decoder(family: Family, model: Any, options: ModelOptions) -> Decoder:
     """Return the decoder that a family makes of a module.
 
     Raises:
-        ValueError: the module is not made as the family reads it; or what the family refuses.
+        ModuleMismatchError: the module is not made as the family reads it.
+        ValueError: what the family refuses.
     """
     try:
         return family.decoder(model, options.max_len, options.device)
     except (AttributeError, LookupError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(
+        raise ModuleMismatchError(
             f"{options.name}: {type(model).__name__} of transformers {transformers.__version__} is not made as our "
             f"layers read it ({type(error).__name__}: {reason}), expected implementation='transformers' for it"
         ) from error
@@ -62,6 +65,7 @@ class CausalLM(PagedModel):
         options: how it is loaded, and its pools.
 
     Raises:
+        ModuleMismatchError: our layers cannot read the module, or give other logits for random tokens.
         ValueError: an architecture or head dimension that is not supported; what `models.weights.loading` refuses.
     """
 
@@ -89,7 +93,17 @@ class CausalLM(PagedModel):
         self.decoder = read_decoder(family, self.model, options)
         self.feature_layers = tuple(options.feature_layers)
         self._kept_layers = sorted(set(options.feature_layers))
-        self._make_pools(model, kv_layouts_of(self._mixers), options)
+        layouts = kv_layouts_of(self._mixers)
+        if options.shard.size == 1:  # the module of a shard has no reductions
+            self._check(layouts, options)
+        self._make_pools(model, layouts, options)
+
+    def _check(self, layouts: Sequence[KvLayout], options: ModelOptions) -> None:
+        """Compare our layers with the module, with small pools of `dtype`."""
+        device = self.embedding.weight.device
+        num_pages = -(-CHECKED_ROWS // options.page_size) + 1
+        self._hold(KvPools.allocate(layouts, num_pages, options.page_size, options.dtype, device))
+        check_against_module(self, options.dtype, options.name)
 
     def _hold(self, pools: KvPools) -> None:
         super()._hold(pools)

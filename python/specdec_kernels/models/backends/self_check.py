@@ -1,7 +1,7 @@
-"""A check that a model computes with our attention what its module computes with its own.
+"""Checks that a model computes what its module computes as transformers runs it.
 
-Random tokens go through both: through the module as transformers runs it, a sequence for each path of a tree; and
-through ours, a prefix in two chunks and then the tree at once. Log-probabilities may differ by rounding alone.
+Random tokens go through both: through the module, a sequence for each path of a tree; and through ours, a prefix in two
+chunks and then the tree at once. Log-probabilities may differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationMixin
 
 from ...ops import build_tree_from_parents
 from ..language_model import LanguageModel
+from ..layers.moe import QuantizedExperts
 from ..layers.paged_batch import PagedBatch
+from ..layers.quantized import QuantizedLinear
 from .module_copy import accepted, shared_copy
 
 PREFIX = 21  # tokens, fewer if max_len leaves no room
@@ -23,6 +26,8 @@ PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3]  # the tree: siblings, and paths of several 
 
 # Largest difference, relative to the standard deviation of a row's log-probabilities.
 LARGEST = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+LARGEST_WITH_STEPS = 1.0  # rounding may send most rows to another expert (in 16 bits), or to another FP8 value
+CHECKED_ROWS = PREFIX + len(PARENTS)
 
 
 @torch.inference_mode()
@@ -38,7 +43,7 @@ def check_against_itself(lm: LanguageModel, dtype: torch.dtype, name: str) -> No
     tokens = torch.randint(lm.config.vocab_size, (prefix + len(parents),), generator=generator)
     tokens = tokens.to(lm.embedding.weight.device)
     try:
-        theirs, cached = own_logits(lm, tokens, prefix, parents)
+        theirs, cached = own_logits(shared_copy(lm.model), tokens, prefix, parents)
     except Exception as error:
         message = str(error).partition("\n")[0]
         raise ValueError(
@@ -59,6 +64,47 @@ def check_against_itself(lm: LanguageModel, dtype: torch.dtype, name: str) -> No
         )
 
 
+class ModuleMismatchError(ValueError):
+    """A module of transformers that our layers cannot read, or whose logits are not theirs."""
+
+
+@torch.inference_mode()
+def check_against_module(lm: LanguageModel, dtype: torch.dtype, name: str) -> None:
+    """Compare the logits of our layers with those of the module that they were made of, for a prefix and a chain.
+
+    Raises:
+        ModuleMismatchError: they differ, with how far; the module does not run.
+    """
+    module: Any = lm.model
+    depth = min(4, max(1, lm.max_len // 2))
+    prefix, parents = max(0, min(PREFIX, lm.max_len - depth)), list(range(-1, depth - 1))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(lm.config.vocab_size, (prefix + depth,), generator=generator).to(lm.embedding.weight.device)
+    was_training = module.training
+    module.eval()
+    try:
+        theirs = run(module, tokens[None], 0, use_cache=False).logits[0, prefix:]
+    except Exception as error:
+        message = str(error).partition("\n")[0]
+        raise ModuleMismatchError(
+            f"{name}: {type(module).__name__} does not run on tokens alone ({type(error).__name__}: {message}), "
+            "expected a model that generates text from text"
+        ) from error
+    finally:
+        module.train(was_training)
+    largest = LARGEST[dtype]
+    has_experts = dtype != torch.float32 and hasattr(lm.config, "num_experts_per_tok")
+    if has_experts or any(isinstance(part, QuantizedLinear | QuantizedExperts) for part in module.modules()):
+        largest = LARGEST_WITH_STEPS
+    far = difference(theirs, tree_logits(lm, tokens, prefix, parents), dtype)
+    if not far <= largest:  # nor a NaN
+        raise ModuleMismatchError(
+            f"{name}: {type(module).__name__} of transformers {transformers.__version__} gives other logits than our "
+            f"layers, {far:.2g} of their spread apart, expected at most {largest} "
+            "(implementation='transformers' runs its modules)"
+        )
+
+
 def difference(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> float:
     """Return the largest difference of two sets of logits [nodes, V], relative to their log-probabilities' spread."""
     theirs, ours = (logits.float().log_softmax(-1) for logits in (theirs, ours))
@@ -68,12 +114,11 @@ def difference(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> float:
     return float(off.max() if dtype == torch.float32 else off.median())
 
 
-def own_logits(lm: LanguageModel, tokens: Tensor, prefix: int, parents: list[int]) -> tuple[Tensor, Tensor]:
+def own_logits(model: Any, tokens: Tensor, prefix: int, parents: list[int]) -> tuple[Tensor, Tensor]:
     """Return logits of the module's own forward pass.
 
     Those of each node after its path [nodes, V]; and of the last node by two passes with the module's cache [1, V].
     """
-    model = shared_copy(lm.model)
     rows = []
     for node in range(len(parents)):
         if node in parents:  # a longer path has it
