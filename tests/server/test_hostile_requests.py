@@ -198,3 +198,43 @@ def test_server_ends_texts_at_the_end_of_turn_of_the_tokenizer() -> None:
 def test_detokenize_counts_tokens_first(server: Running) -> None:
     got = server.error("/detokenize", {"tokens": [5] * 10**6})
     assert got == (400, "tokens has 1000000 entries, expected at most 128 (max_len)", "tokens")
+
+
+def test_template_that_loops_for_years_is_ended() -> None:
+    template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    engine = Engine(tiny_model("target"), device="cpu", max_len=64, num_slots=1, adaptive=False)
+    with serving(engine, chat_template=template) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec_kernels.engine.text.prompts.TEMPLATE_SECONDS", 0.5)
+        got = server.error(CHAT, BODIES[CHAT])
+    message = "messages do not fit the chat template: the chat template takes more than 0.5 s, expected less"
+    assert got == (400, message, "messages")
+
+
+def test_error_of_a_template_names_no_folder(server: Running) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError("/srv/models/llama/tokenizer.json: no such file, see https://example.com/a/b or 'x/y/z'")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.engine.core.inputs, "tokenize_chat", fail)
+        message = server.error(CHAT, BODIES[CHAT])[1]
+    assert message == (
+        "messages do not fit the chat template: tokenizer.json: no such file, see https://example.com/a/b or 'x/y/z'"
+    )
+
+
+def test_long_text_is_counted_before_all_of_its_tokens_are_in_memory() -> None:
+    """A text below the limit of characters may still have more tokens than fit."""
+    with Engine(tiny_model("target"), device="cpu", max_len=2048, num_slots=1, adaptive=False) as engine:
+        inputs, tokenizer, longest = engine.core.inputs, engine.tokenizer, 0
+
+        def tokenize(texts: Any, **options: Any) -> Any:
+            nonlocal longest
+            longest = max(longest, *map(len, [texts] if isinstance(texts, str) else texts))
+            return tokenizer(texts, **options)
+
+        inputs.tokenizer = tokenize
+        inputs._longest_token = 256
+        with pytest.raises(ValueError) as error:
+            engine.submit("a b " * 120_000)
+    assert str(error.value) == "submit: prompt has more than 2048 tokens, expected at most 2047 (max_len - 1)"
+    assert longest <= 1 << 16

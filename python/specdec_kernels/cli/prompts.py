@@ -79,7 +79,8 @@ def without_template(prompt: Prompt) -> str:
 
 def with_template(prompt: Prompt, tokenizer: Any) -> list[int]:
     """Return the tokens of a prompt in the tokenizer's chat template, up to the start of the answer."""
-    from ..engine.text.prompts import chat_tokens
+    from ..engine.text.prompts import chat_text
 
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return chat_tokens(messages, tokenizer, "", {})
+    tokens: list[int] = tokenizer(chat_text(messages, tokenizer, "", {}), add_special_tokens=False)["input_ids"]
+    return tokens

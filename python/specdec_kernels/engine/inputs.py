@@ -13,8 +13,10 @@ from .device.grammar_masks import Grammars, NewMatcher
 from .drafts import Draft
 from .params import SamplingParams
 from .request import RequestSpec
-from .text.prompts import as_list, chat_tokens, check_tokens, num_characters, tokens_of_each
+from .text.prompts import as_list, chat_text, check_tokens, exceeds, num_characters, tokens_of_each
 from .text.stop_strings import StopStrings
+
+LONG_TOKEN = 8  # characters: the tokens of longer texts are counted before all of them are in memory
 
 
 class InputProcessor:
@@ -59,6 +61,11 @@ class InputProcessor:
         for text, name in zip(texts, names, strict=True):
             if isinstance(text, str):
                 self._check_length(len(text), name)
+                max_len = self._config.max_len
+                is_long = len(text) > LONG_TOKEN * max_len and self.tokenizer is not None
+                if is_long and exceeds(text, self.tokenizer, max_len):
+                    expected = f"expected at most {max_len - 1} (max_len - 1)"
+                    raise ValueError(f"{name} has more than {max_len} tokens, {expected}")
 
     def _check_length(self, num_characters: int, name: str) -> None:
         """Refuse a text that cannot fit, before it is tokenized: megabytes take seconds and gigabytes."""
@@ -93,7 +100,9 @@ class InputProcessor:
     def tokenize_chat(self, conversation: Any, template: dict[str, Any]) -> list[int]:
         """Return the token ids of a conversation by the tokenizer's chat template, up to where the answer begins."""
         self.check_conversation(conversation, template)
-        return chat_tokens(conversation, self.tokenizer, self.no_tokenizer, template)
+        text = chat_text(conversation, self.tokenizer, self.no_tokenizer, template)
+        self._check_lengths([text], ["messages"])
+        return tokens_of_each([text], ["messages"], self.tokenizer, self.no_tokenizer, False)[0]
 
     def check_conversation(self, conversation: Any, template: dict[str, Any]) -> None:
         """Raise ValueError if the texts of messages, tools or another argument of the template cannot fit."""

@@ -38,6 +38,7 @@ from .protocol import (
     read_prompts,
     unexpected,
     validate,
+    without_folders,
 )
 from .responses import ResponseBuilder, event
 from .text import token_texts
@@ -428,7 +429,7 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
         return as_response(RequestError(message, status=error.status_code))
 
     async def failed(request: Request, error: Exception) -> Response:
-        response = as_response(RequestError(f"{type(error).__name__}: {error}", status=500))
+        response = as_response(RequestError(f"{type(error).__name__}: {without_folders(str(error))}", status=500))
         response.headers["x-request-id"] = request.scope["request_id"]  # this handler is outside the middleware
         return response
 

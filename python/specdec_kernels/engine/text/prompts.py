@@ -11,6 +11,10 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from .time_limit import TimeLimitError, within
+
+SLICE = 1 << 16  # characters of a long text that are tokenized at a time to count its tokens
+SPLIT_TOKENS = 64  # more tokens than a text has, at most, due to the end of a slice
 # Arguments of `apply_chat_template` that a caller may give; what is no argument of it is a variable of the template.
 TEMPLATE_ARGUMENTS = frozenset(
     {"tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
@@ -19,6 +23,7 @@ TEMPLATE_ARGUMENTS = frozenset(
 TOKENIZER_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
     "self", *TEMPLATE_ARGUMENTS,
 }  # fmt: skip
+TEMPLATE_SECONDS = 5.0  # a template is code of the model's folder, and may loop for years
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece*")
 
 
@@ -78,6 +83,16 @@ def tokens_of_each(
     ]
 
 
+def exceeds(text: str, tokenizer: Any, max_tokens: int) -> bool:
+    """Return whether a text has more tokens, for sure; a slice at a time, whose memory is freed."""
+    for begin in range(0, len(text), SLICE):
+        slice = text[begin : begin + SLICE]
+        max_tokens -= len(tokenizer(slice, add_special_tokens=False)["input_ids"]) - SPLIT_TOKENS
+        if max_tokens < 0:
+            return True
+    return False
+
+
 def token_ids(prompt: Any, name: str) -> list[int]:
     """Return a prompt that is not text as a list of ints."""
     if type(prompt) in (list, tuple) and set(map(type, prompt)) <= {int}:  # the common case, checked fast
@@ -110,13 +125,13 @@ def conversations(messages: Any) -> tuple[list[Any], bool]:
     return each, single
 
 
-def chat_tokens(conversation: Any, tokenizer: Any, no_tokenizer: str, options: dict[str, Any]) -> list[int]:
-    """Return the token ids of a conversation by the tokenizer's chat template, up to where the answer begins.
+def chat_text(conversation: Any, tokenizer: Any, no_tokenizer: str, options: dict[str, Any]) -> str:
+    """Return the text of a conversation by the tokenizer's chat template, up to where the answer begins.
 
     `options` go to `apply_chat_template`: TEMPLATE_ARGUMENTS, and variables of the template.
 
     Raises:
-        ValueError: an argument of the tokenizer; no tokenizer or no template.
+        ValueError: an argument of the tokenizer; no tokenizer or no template; one that takes too long.
     """
     if given := sorted(TOKENIZER_ARGUMENTS & options.keys()):
         raise ValueError(f"chat: {given[0]} is given, expected variables of the chat template")
@@ -125,8 +140,13 @@ def chat_tokens(conversation: Any, tokenizer: Any, no_tokenizer: str, options: d
     if options.get("chat_template") is None and not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: the tokenizer has no chat template, expected one, or chat_template=")
     options = {"add_generation_prompt": not options.get("continue_final_message", False)} | options
-    tokens: list[int] = tokenizer.apply_chat_template(conversation, **options, tokenize=True, return_dict=False)
-    return tokens
+    try:
+        text: str = within(
+            TEMPLATE_SECONDS, lambda: tokenizer.apply_chat_template(conversation, **options, tokenize=False)
+        )
+    except TimeLimitError:
+        raise ValueError(f"the chat template takes more than {TEMPLATE_SECONDS:g} s, expected less") from None
+    return text
 
 
 def num_characters(value: Any) -> int:

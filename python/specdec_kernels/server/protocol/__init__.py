@@ -1,7 +1,7 @@
 """Requests of the HTTP API: their bodies, and what these ask of the engine."""
 
 from .bodies import ConversationBody, DetokenizeBody, PromptBody, check_model, validate
-from .errors import Object, RequestError, parse_body, unexpected
+from .errors import Object, RequestError, parse_body, unexpected, without_folders
 from .prompts import read_conversation, read_prompts
 from .requests import ParsedRequest, read_chat, read_completion
 from .settings import Settings
@@ -22,4 +22,5 @@ __all__ = [
     "read_prompts",
     "unexpected",
     "validate",
+    "without_folders",
 ]

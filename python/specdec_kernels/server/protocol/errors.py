@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from .. import strict_json
@@ -48,6 +49,11 @@ def shown(value: Any) -> str:
     """Format a value as JSON, shortened to 60 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def without_folders(message: str) -> str:
+    """Return a message of other code with the names of files alone: folders of the server are its own business."""
+    return re.sub(r"(?<![\w:/.])/(?:[^\s/'\":]+/)+([^\s/'\":]*)", r"\1", message)
 
 
 def parse_body(body: bytes) -> Object:

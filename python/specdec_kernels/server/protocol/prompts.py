@@ -10,7 +10,7 @@ from typing import Any
 from ...engine import Engine
 from ...engine.text.prompts import TOKENIZER_ARGUMENTS
 from .bodies import AllowedChoice, ConversationBody, PromptBody
-from .errors import Object, RequestError, shown, unexpected
+from .errors import Object, RequestError, shown, unexpected, without_folders
 from .settings import Settings
 
 
@@ -65,7 +65,9 @@ class Conversation:
         try:
             tokens = engine.core.inputs.tokenize_chat(messages, options)
         except Exception as error:  # a template may raise anything
-            raise RequestError(f"messages do not fit the chat template: {error}", "messages") from error
+            raise RequestError(
+                f"messages do not fit the chat template: {without_folders(str(error))}", "messages"
+            ) from error
         return checked_tokens(engine, [tokens], ["messages"], False)
 
 
