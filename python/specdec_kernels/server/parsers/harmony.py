@@ -1,4 +1,4 @@
-"""The parser of gpt-oss' format: messages in channels, of which the tokenizer's special tokens mark the parts."""
+"""The parser of gpt-oss' format: messages in channels, whose parts the tokenizer's special tokens mark."""
 
 from __future__ import annotations
 
