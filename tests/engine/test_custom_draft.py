@@ -103,6 +103,42 @@ def test_custom_draft_rounds_are_captured(adaptive: bool) -> None:
         assert abs(accept_length(outputs) - accept_length(called)) < 0.1
 
 
+class SuffixesOnHost(Draft):
+    """Drafts what followed the last two tokens before, from Python lists."""
+
+    def needs(self, target: Any) -> Needs:
+        return Needs(num_nodes=4, accept_width=4)
+
+    def open(self, context: DraftContext) -> None:
+        self.texts: dict[int, list[int]] = {}
+
+    def begin(self, slot: int, request: Any) -> None:
+        self.texts[slot] = [*request.tokens]
+
+    def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+        roots, chains = self.state.root_tokens[slots].tolist(), []
+        for slot, root in zip(slots.tolist(), roots, strict=True):
+            text = [*self.texts.get(slot, []), root]
+            places = (i for i in range(len(text) - 2, 0, -1) if text[i - 1 : i + 1] == text[-2:])
+            chain = text[(place := next(places, len(text))) + 1 : place + 4]
+            chains.append(chain + [-1] * (3 - len(chain)))
+        tokens = torch.tensor(chains, dtype=torch.int32, device=slots.device)
+        parents = torch.arange(-1, 2, dtype=torch.int32, device=slots.device).repeat(len(slots), 1)
+        scores = torch.where(tokens < 0, -torch.inf, -0.5).cumsum(1)
+        return Proposal(Candidates(tokens, parents, scores), note=roots)
+
+    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        counts, tokens = committed.num_valid.tolist(), committed.accepted.tokens.tolist()
+        for slot, root, count, accepted in zip(slots.tolist(), proposal.note, counts, tokens, strict=True):
+            if slot >= 0 and count > 0:  # the last accepted token is the next root
+                self.texts[slot] += [root, *accepted[: count - 1]]
+
+
+def test_draft_on_the_host_keeps_the_text_without_graphs(device: torch.device) -> None:
+    engine = make_engine(SuffixesOnHost(), device, adaptive=False, cuda_graph=False)
+    assert accept_length(expect_plain_texts(engine)) > 1.2
+
+
 def test_custom_draft_seeded_text_equals_plain_decoding() -> None:
     params = [SamplingParams(20, temperature=0.8, top_p=0.9, seed=seed) for seed in range(len(prompts()))]
     want = make_engine(None).generate(prompts(), params)
