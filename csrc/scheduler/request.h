@@ -60,12 +60,13 @@ struct alignas(64) Request {
   int32_t num_shared = 0;  // first pages of its slot that belong to the prefix cache
   // Alternatives wanted with each token's log-probability; -1: not even that.
   int32_t num_logprobs = -1;
-  int32_t max_nodes;         // most nodes of its tree in any round, the root included
-  int32_t draft_lag = 0;     // upper bound of the rounds for which its draft has been idle since it last caught up
-  bool constrained = false;  // the executor constrains its next tokens
-  bool streams;              // publishes updates after every round, not only at its end
-  bool migrated = false;     // its KV rows come from another engine, and the executor's `begin` writes them
-  bool cacheable = true;     // its pages may serve others: false for rows of an engine that is not trusted
+  int32_t max_nodes;          // most nodes of its tree in any round, the root included
+  int32_t draft_lag = 0;      // upper bound of the rounds for which its draft has been idle since it last caught up
+  bool constrained = false;   // the executor constrains its next tokens
+  bool streams;               // publishes updates after every round, not only at its end
+  bool migrated = false;      // its KV rows come from another engine, and the executor's `begin` writes them
+  bool cacheable = true;      // its pages may serve others: false for rows of an engine that is not trusted
+  bool shares_prefix = true;  // it may begin with cached pages: false if every row of its prompt has to be computed
 
   int32_t stops_from = 0;        // first position where a stop token counts; 0: any
   int64_t num_known_tokens = 0;  // tokens of `text` that the executor has, if it is constrained

@@ -91,6 +91,7 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   request->constrained = submission.constrained;
   request->migrated = submission.migrated;
   request->cacheable = submission.cacheable;
+  request->shares_prefix = submission.shares_prefix;
   constexpr int32_t kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
   check.range("priority", submission.priority, kLeast, kMost);
   request->priority = static_cast<int32_t>(submission.priority);

@@ -56,6 +56,7 @@ struct Submission {
   bool constrained = false;          // as in Request
   bool migrated = false;             // as in Request
   bool cacheable = true;             // as in Request
+  bool shares_prefix = true;         // as in Request
   int64_t priority = 0;              // lower values come first
   int64_t timeout_ns = 0;            // from now on; 0: none
 };

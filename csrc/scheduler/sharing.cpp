@@ -26,7 +26,7 @@ int64_t most_shared(const Config& config, const Request& request) { return reque
 // Returns whether waiting for a request that is being prefilled would save at least half of this one's prefill, since
 // it will share its pages: samples of one prompt that arrive together are prefilled once.
 bool Scheduler::waits_for_prefix(const Request& request) const {
-  if (!config_.prefix_cache || request.migrated) return false;
+  if (!config_.prefix_cache || request.migrated || !request.shares_prefix) return false;
   for (const auto& holder : slots_.holders()) {
     if (holder->num_validated > 0 || !holder->cacheable) continue;
     const auto alike = std::ranges::mismatch(holder->text, request.text).in1 - holder->text.begin();
@@ -40,7 +40,7 @@ bool Scheduler::waits_for_prefix(const Request& request) const {
 // Finds the cached pages that a request without a slot can begin with, and locks them.
 void Scheduler::share_prefix(Request& request) {
   release_prefix(request);
-  if (!config_.prefix_cache || request.migrated) return;
+  if (!config_.prefix_cache || request.migrated || !request.shares_prefix) return;
   request.prefix = prefix_.cache.find(request.text, most_shared(config_, request));
   request.num_shared = static_cast<int32_t>(PrefixCache::num_pages(request.prefix));
   prefix_.cache.lock(request.prefix);

@@ -822,6 +822,7 @@ class Submission:
         constrained: bool = False,
         migrated: bool = False,
         cacheable: bool = True,
+        shares_prefix: bool = True,
         priority: int = 0,
         timeout_ns: int = 0,
     ) -> None: ...
@@ -853,6 +854,8 @@ class Submission:
     def migrated(self) -> bool: ...
     @property
     def cacheable(self) -> bool: ...
+    @property
+    def shares_prefix(self) -> bool: ...
     @property
     def priority(self) -> int: ...
     @property

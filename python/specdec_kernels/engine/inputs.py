@@ -147,7 +147,10 @@ class InputProcessor:
         for place, (tokens, one) in enumerate(zip(token_lists, params, strict=True)):
             self.check_params(one)
             stops = self._stop_tokens(one)
-            num_logprobs, matcher = min(one.num_logprobs, self._config.top_n), self._new_matcher(one, stops)
+            num_logprobs, num_prompt_logprobs = (
+                min(count, self._config.top_n) for count in (one.num_logprobs, one.num_prompt_logprobs)
+            )
+            matcher = self._new_matcher(one, stops)
             prediction, seeded = self._prediction(one), one.with_seed()
             for sample in range(one.n):
                 yield RequestSpec(
@@ -157,6 +160,7 @@ class InputProcessor:
                     stop_tokens=stops,
                     stop=self._stop_strings(one),  # one for each sample: it follows the sample's text
                     num_logprobs=num_logprobs,
+                    num_prompt_logprobs=num_prompt_logprobs,
                     new_matcher=matcher,
                     prediction=prediction,
                     sample=sample,

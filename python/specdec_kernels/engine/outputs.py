@@ -32,7 +32,8 @@ class TokenLogprob:
     """Log-probability of a token, and the most likely tokens at its position, best first.
 
     The distribution is the log-softmax of the model's logits after logit bias and penalties, without stop tokens that
-    `min_new_tokens` rules out, and before temperature and filters.
+    `min_new_tokens` rules out, and before temperature and filters. For a token of the prompt it is that of the model's
+    own logits.
     """
 
     logprob: float
@@ -65,6 +66,8 @@ class RequestOutput:
         text: decoded `tokens`; None without a tokenizer.
         seed: of the draws; None for greedy decoding.
         logprobs: one for each token; None if not requested.
+        prompt_logprobs: one for each token of the prompt, None for the first; None if not requested, or if the request
+            ended before its prompt was prefilled.
         cached_tokens: prompt tokens whose KV came from the prefix cache.
     """
 
@@ -76,6 +79,7 @@ class RequestOutput:
     stats: RequestStats = field(default_factory=RequestStats)
     seed: int | None = None
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
     sample: int = 0
     cached_tokens: int = 0
 

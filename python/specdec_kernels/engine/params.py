@@ -65,6 +65,9 @@ class SamplingParams:
             host looks for it as results come in. A special token, which no text contains, counts as a stop token.
         logprobs: True: the log-probability of each token. A number, at most 20: also those of as many most likely
             tokens at its position. The distribution is that after bias and penalties, before temperature and filters.
+        prompt_logprobs: the same of each token of the prompt but the first, in `RequestOutput.prompt_logprobs`, by the
+            model's own logits, without bias and penalties. The prompt is prefilled as a whole then, without cached
+            rows. Does not change the text.
         priority: requests with a lower number get a slot first, and keep it longest if pages run out; then the order of
             submission decides. A running request is not interrupted to let another start.
         timeout: seconds from submission to end, waiting included, above 0. A late request ends with
@@ -96,6 +99,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     stop: str | Sequence[str] = ()
     logprobs: bool | int | None = None
+    prompt_logprobs: bool | int | None = None
     priority: int = 0
     timeout: float | None = None
     speculation: Literal["on", "off"] | int = "on"
@@ -113,8 +117,9 @@ class SamplingParams:
         expect("max_new_tokens", self.max_new_tokens < 2**31, "at most 2147483647")
         expect("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
         expect("stop", all(self.stop_strings), "strings that are not empty")
-        good = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
-        expect("logprobs", good, f"True, or 0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            expect(name, value is None or 0 <= value <= MAX_LOGPROBS, f"True, or 0 to {MAX_LOGPROBS}")
         expect("temperature", 0 <= self.temperature < math.inf, "a number from 0 (greedy) on")
         expect("top_k", 0 <= self.top_k < 2**31, "at least 1, or 0 for all tokens")
         expect("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
@@ -187,9 +192,12 @@ class SamplingParams:
     @property
     def num_logprobs(self) -> int:
         """Return how many of the most likely tokens to score at each position; -1: not even the token itself."""
-        if self.logprobs is None or self.logprobs is False:
-            return -1
-        return 0 if self.logprobs is True else self.logprobs
+        return count_of(self.logprobs)
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Return the same for tokens of the prompt."""
+        return count_of(self.prompt_logprobs)
 
     @property
     def constraint(self) -> tuple[str, str]:
@@ -223,3 +231,10 @@ class SamplingParams:
         if number == 0 or self.seed is None:
             return self
         return replace(self, seed=(self.seed + number + 2**63) % 2**64 - 2**63)  # of 64 bits again
+
+
+def count_of(logprobs: bool | int | None) -> int:
+    """Return the alternatives that `logprobs` asks for; -1: not even the token itself is scored."""
+    if logprobs is None or logprobs is False:
+        return -1
+    return 0 if logprobs is True else logprobs

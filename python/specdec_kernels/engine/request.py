@@ -15,6 +15,7 @@ from .. import _C
 from ..status import FinishReason, Status
 from .outputs import GenerationError, NewTokens, RequestOutput, TokenLogprob
 from .params import SamplingParams
+from .prompt_scores import PromptScores
 from .slot_inputs import KvSource, SlotInputs
 from .text.stop_strings import StopStrings
 
@@ -54,6 +55,7 @@ class RequestSpec(NamedTuple):
     stop_tokens: list[int]
     stop: StopStrings | None
     num_logprobs: int  # -1: none, 0: that of the token only
+    num_prompt_logprobs: int = -1
     new_matcher: NewMatcher | None = None  # of its grammar, if it has one
     prediction: Sequence[int] = ()
     sample: int = 0  # among the n samples of its prompt
@@ -65,6 +67,7 @@ class ResumedRequest:
 
     tokens: list[int]
     logprobs: list[TokenLogprob]
+    prompt_logprobs: list[TokenLogprob | None] | None
     index: int
     sample: int
     counts: Sequence[int]  # rounds, drafted, accepted and cached tokens
@@ -103,6 +106,9 @@ class BaseRequest:
         self.error: BaseException | None = None
         self.stop_tokens, self.prediction = spec.stop_tokens, spec.prediction
         self._stop, self._num_logprobs, self._new_matcher = spec.stop, spec.num_logprobs, spec.new_matcher
+        self._prompt_scores: PromptScores | None = None
+        if spec.num_prompt_logprobs >= 0:
+            self._prompt_scores = PromptScores(len(spec.prompt), spec.num_prompt_logprobs)
         self._counts_before: Sequence[int] = (0, 0, 0, 0)  # of another engine: rounds, drafted, accepted, cached tokens
         self._migrated_kv: KvSource | None = None
         self._cacheable = True
@@ -122,6 +128,7 @@ class BaseRequest:
         output.tokens += resumed.tokens
         if output.logprobs is not None:
             output.logprobs += resumed.logprobs
+        output.prompt_logprobs, self._prompt_scores = resumed.prompt_logprobs, None
         output.index, output.sample = resumed.index, resumed.sample
         self._counts_before, self._migrated_kv, self._cacheable = resumed.counts, resumed.kv, resumed.trusted
         output.stats.rounds, output.stats.drafted, output.stats.accepted, output.cached_tokens = resumed.counts
@@ -134,7 +141,7 @@ class BaseRequest:
         """Return what the scheduler needs to know about the request."""
         params, produced = self.params, self.output.tokens
         edit = params.edits(len(self.output.prompt_tokens), self._new_matcher)
-        inputs = SlotInputs(edit, self.prediction, self._migrated_kv)
+        inputs = SlotInputs(edit, self.prediction, self._migrated_kv, self._prompt_scores)
         return _C.Submission(
             prompt=[*self.output.prompt_tokens, *produced],
             max_new_tokens=params.max_new_tokens - len(produced),
@@ -153,6 +160,7 @@ class BaseRequest:
             constrained=self._new_matcher is not None,
             migrated=self._migrated_kv is not None,
             cacheable=self._cacheable,
+            shares_prefix=self._prompt_scores is None,
             priority=params.priority,
             timeout_ns=params.timeout_ns,
         )
@@ -282,7 +290,18 @@ class BaseRequest:
         tokenizer = self.host.tokenizer
         if self.output.text is None and tokenizer is not None:
             self.output.text = tokenizer.decode(self.output.tokens, skip_special_tokens=True)
+        self.read_prompt_logprobs()
         return self.output
+
+    def read_prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        """Return the log-probabilities of the prompt, which are there with the first token; None: there are none yet.
+
+        Readers convert them, not the delivering thread.
+        """
+        scores, output = self._prompt_scores, self.output
+        if output.prompt_logprobs is None and scores is not None and scores.is_complete:
+            output.prompt_logprobs, self._prompt_scores = scores.read(), None
+        return output.prompt_logprobs
 
 
 class Request(BaseRequest):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from .logit_edits import LogitEdit
+from .prompt_scores import PromptScores
 
 
 class KvSource(Protocol):
@@ -26,8 +27,10 @@ class SlotInputs(NamedTuple):
         edit: the request's logit edits; None: there are none.
         prediction: tokens that its text may repeat.
         kv: rows that it brings; None: all rows are prefilled.
+        scores: filled with those of the prompt's tokens; None: they are not scored.
     """
 
     edit: LogitEdit | None = None
     prediction: Sequence[int] = ()
     kv: KvSource | None = None
+    scores: PromptScores | None = None

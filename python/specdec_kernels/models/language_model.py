@@ -25,6 +25,7 @@ class Prefilled(NamedTuple):
 
     hidden: Tensor | None  # [R, H], after the final norm, of the last rows; None: no last rows were asked for
     features: Tensor | None  # as in `States`, of all rows
+    all_hidden: Tensor | None = None  # [T, H], after the final norm, of all rows; None: they were not asked for
 
 
 class LanguageModel(Protocol):
@@ -52,8 +53,19 @@ class LanguageModel(Protocol):
     def forward(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> States:
         """Run tokens [B, Q], or packed ones [M], at positions of that shape."""
 
-    def prefill(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, last: LastRows | None = None) -> Prefilled:
-        """Write the rows' KV, and return the features, and the hidden states of the last rows."""
+    def prefill(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        last: LastRows | None = None,
+        *,
+        all_rows: bool = False,
+    ) -> Prefilled:
+        """Write the rows' KV, and return the features, and the hidden states of the last rows.
+
+        With `all_rows` also return the hidden states of all rows; those of the last ones are the same bits as without.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., V] for hidden states [..., H]."""

@@ -13,6 +13,7 @@ from ..drafts import DraftRequest
 from ..drafts.composition import restore_slot, walk
 from ..host_tensors import to_device
 from ..logit_edits import LogitEdit
+from ..prompt_scores import PromptScores
 from ..slot_inputs import SlotInputs
 from .prefill_graphs import Passes
 from .round import Round
@@ -38,6 +39,7 @@ class Executor:
         # The saved draft state of slots whose request has migrated, until they are activated.
         self.migrated_drafts: dict[int, dict[str, Tensor]] = {}
         self._edited: set[int] = set()  # slots whose last request had logit edits
+        self._scores: dict[int, PromptScores] = {}  # of slots whose prompts are scored
         device = self.state.seq_lens.device
         self._slots = torch.arange(len(self.state.seq_lens), dtype=torch.int32, device=device)
 
@@ -55,6 +57,9 @@ class Executor:
             # it stalls, and its activation reports an error.
             rows = len(tokens) - 1 + self.round.reserve
             alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
+        self._scores.pop(slot, None)
+        if inputs.scores is not None:
+            self._scores[slot] = inputs.scores
         if inputs.edit is not None or slot in self._edited:
             self._edit(slot, inputs.edit, tokens)
         rows, kept = len(cached) * state.pool.page_size, None
@@ -91,7 +96,7 @@ class Executor:
 
     @torch.inference_mode()
     def prefill(self, chunks: list[PrefillChunk]) -> None:
-        self.passes.run(chunks)
+        self.passes.run(chunks, self._scores)
 
     @torch.inference_mode()
     def activate(self, slots: list[int]) -> None:
@@ -128,6 +133,7 @@ class Executor:
     def deactivate(self, slots: list[int]) -> None:
         for slot in slots:
             self.migrated_drafts.pop(slot, None)
+            self._scores.pop(slot, None)
             for draft in walk(self.draft):
                 draft.release(slot)
 

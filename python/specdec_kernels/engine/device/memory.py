@@ -13,6 +13,7 @@ from ..drafts.composition import pools_of
 from ..host_tensors import to_device
 from .executor import Executor
 from .prefill import MOST_PADDING, Shape, pack
+from .prompt_scoring import ScoredRows
 
 
 def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) -> int:
@@ -42,7 +43,9 @@ def pages_that_fit(executor: Executor, mem_fraction: float, prefill_chunk: int) 
 
 
 def largest_prefill(executor: Executor, prefill_chunk: int) -> None:
-    """Run the most rows that a pass can have, padding included, on slots without pages: nothing is written.
+    """Run the most rows that a pass can have, padding included, on slots without pages, and score all tokens.
+
+    Nothing is written.
 
     It is launched call by call, since captured passes have their memory already.
     """
@@ -52,7 +55,10 @@ def largest_prefill(executor: Executor, prefill_chunk: int) -> None:
     shape = Shape.fitting(lengths)
     chunks = [_C.PrefillChunk(slot=slot, start=0, tokens=[0] * (n + 1)) for slot, n in enumerate(lengths)]
     packed = pack(chunks, shape)
-    executor.passes.launch(to_device(packed, state.seq_lens.device), shape)
+    device = state.seq_lens.device
+    all_rows = torch.arange(shape.rows, dtype=torch.int32, device=device)
+    scored = ScoredRows(all_rows, torch.zeros_like(all_rows), executor.round.rings.top_n)
+    executor.passes.launch(to_device(packed, device), shape, scored)
     executor.activate(list(range(len(lengths))))
     for tensor in (state.seq_lens, state.status):
         tensor.zero_()

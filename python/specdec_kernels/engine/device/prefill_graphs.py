@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from ...models.language_model import LanguageModel
 from ..drafts import Draft
 from ..host_tensors import to_device
+from ..prompt_scores import PromptScores
 from .prefill import Prefill, Shape, num_pieces, pack
+from .prompt_scoring import ScoredRows, hand_out, score_rows, scored_rows
 from .state import EngineState
 
 if TYPE_CHECKING:
@@ -42,13 +45,23 @@ class Passes:
         self.target, self.draft, self.state = target, draft, state
         self.captured: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # and its input, as of `pack`
 
-    def run(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Run chunks in the captured or fitting shape."""
+    def run(self, chunks: Sequence[PrefillChunk], scores: Mapping[int, PromptScores] = MappingProxyType({})) -> None:
+        """Run chunks in the captured or fitting shape.
+
+        `scores`: of slots whose prompts are scored. A pass with such chunks is launched call by call.
+        """
         lengths = [len(chunk.tokens) - 1 for chunk in chunks]
-        fitting = Shape.fitting(lengths)
+        fitting, device = Shape.fitting(lengths), self.state.seq_lens.device
         shape = self.captured_shape(lengths, fitting.rows)
+        found = scored_rows(chunks, shape or fitting, scores, device)
+        if found is not None:
+            scored, owners = found
+            packed_scores = self.launch(to_device(pack(chunks, shape or fitting), device), shape or fitting, scored)
+            assert packed_scores is not None
+            hand_out(packed_scores, scored.top_n, owners)
+            return
         if shape is None:
-            self.launch(to_device(pack(chunks, fitting), self.state.seq_lens.device), fitting)
+            self.launch(to_device(pack(chunks, fitting), device), fitting)
             return
         graph, packed = self.captured[shape]
         packed.copy_(to_device(pack(chunks, shape), packed.device))
@@ -62,10 +75,18 @@ class Passes:
         return shape if shape and shape.rows <= most else None
 
     @torch.inference_mode()
-    def launch(self, packed: Tensor, shape: Shape) -> None:
-        """Run one pass over what `pack` packed, without reading a device value on the host."""
+    def launch(self, packed: Tensor, shape: Shape, scored: ScoredRows | None = None) -> Tensor | None:
+        """Run one pass over what `pack` packed, without reading a device value on the host.
+
+        Returns:
+            The scores of the tokens after rows, as of `score_rows`; None: none are wanted.
+        """
         prefill = Prefill.of(packed, shape, self.state)
         last = prefill.last
-        states = self.target.prefill(prefill.tokens, prefill.positions, prefill.rows, last)
+        states = self.target.prefill(prefill.tokens, prefill.positions, prefill.rows, last, all_rows=scored is not None)
         self.draft.prefill(prefill, states.features)
         prefill.finish(self.state, states, last)
+        if scored is None:
+            return None
+        assert states.all_hidden is not None
+        return score_rows(self.target, states.all_hidden, scored)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -33,8 +33,9 @@ from .kv_transfer import SLOT_PREFIX, MigratedKv, groups_of, layout_of
 VERSION = 1
 # Types of the values, as JSON has them, and the values that hold integers only.
 KINDS: dict[str, tuple[type, ...]] = {
-    "prompt": (list,), "tokens": (list,), "params": (dict,), "logprobs": (list, type(None)), "counts": (list,),
-    "index": (int,), "sample": (int,), "layout": (dict,), "weights": (str,), "first_rows": (dict,),
+    "prompt": (list,), "tokens": (list,), "params": (dict,), "logprobs": (list, type(None)),
+    "prompt_logprobs": (list, type(None)), "counts": (list,), "index": (int,), "sample": (int,), "layout": (dict,),
+    "weights": (str,), "first_rows": (dict,),
 }  # fmt: skip
 INTEGERS = "prompt", "tokens", "counts", "first_rows"
 
@@ -107,7 +108,8 @@ def resumed_from(
     tensors = exported.to(peer.config.machine.device).tensors
     return ResumedRequest(
         tokens=values["tokens"],
-        logprobs=logprobs_of(values),
+        logprobs=logprobs_of(values["logprobs"] or []),
+        prompt_logprobs=prompt_logprobs_of(values),
         index=values["index"],
         sample=values["sample"],
         counts=values["counts"],
@@ -149,6 +151,10 @@ def check_values(values: Any, peer: MigrationPeer, checksum: Callable[[], str]) 
     logprobs = values["logprobs"]
     if logprobs is not None and not (len(logprobs) == len(values["tokens"]) and all(map(is_logprob, logprobs))):
         raise ValueError("import_request: request has other logprobs than one and the best beside it for each token")
+    scored = values["prompt_logprobs"]
+    is_whole = scored is None or (len(scored) == len(values["prompt"]) and scored[0] is None)
+    if not is_whole or not all(map(is_logprob, (scored or [])[1:])):
+        raise ValueError("import_request: request has other prompt_logprobs than null and one for each token after it")
     ours = json.loads(json.dumps(peer.layout))
     for key, own in ours.items():
         if (theirs := values["layout"].get(key)) != own:
@@ -207,12 +213,14 @@ def plain_values(request: BaseRequest) -> dict[str, Any]:
         "json_schema": params.constraint[1] if params.json_schema is not None else None,
     }
     logprobs = None if output.logprobs is None else [[each.logprob, each.top] for each in output.logprobs]
+    scored = request.read_prompt_logprobs()
     return {
         "version": VERSION,
         "prompt": list(output.prompt_tokens),
         "tokens": list(output.tokens),
         "params": given,
         "logprobs": logprobs,
+        "prompt_logprobs": scored and [each and [each.logprob, each.top] for each in scored],
         "counts": [output.stats.rounds, output.stats.drafted, output.stats.accepted, output.cached_tokens],
         "index": output.index,
         "sample": output.sample,
@@ -234,7 +242,12 @@ def is_logprob(value: Any) -> bool:
     return all(isinstance(pair, list | tuple) and [type(each) for each in pair] == [int, float] for pair in value[1])
 
 
-def logprobs_of(values: Mapping[str, Any]) -> list[TokenLogprob]:
-    """Return the log-probabilities of an exported request; empty if it has none."""
-    pairs = cast(list[Any], values["logprobs"] or [])
+def logprobs_of(pairs: Sequence[Any]) -> list[TokenLogprob]:
+    """Return log-probabilities of an exported request."""
     return [TokenLogprob(own, [(int(token), logprob) for token, logprob in top]) for own, top in pairs]
+
+
+def prompt_logprobs_of(values: Mapping[str, Any]) -> list[TokenLogprob | None] | None:
+    """Return the log-probabilities of an exported request's prompt, if it has any."""
+    scored = values["prompt_logprobs"]
+    return None if scored is None else [None, *logprobs_of(scored[1:])]

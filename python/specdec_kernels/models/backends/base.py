@@ -55,7 +55,15 @@ class PagedModel:
         head: nn.Linear = self.model.get_output_embeddings()
         return head
 
-    def prefill(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, last: LastRows | None = None) -> Any:
+    def prefill(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        last: LastRows | None = None,
+        *,
+        all_rows: bool = False,
+    ) -> Any:
         raise NotImplementedError
 
     def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:

@@ -137,12 +137,22 @@ class CausalLM(PagedModel):
         hidden = self.decoder.norm.add_norm(x, residual)[0]
         return States(hidden.view(*tokens.shape, -1), self._features(kept, tokens))
 
-    def prefill(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, last: LastRows | None = None) -> Prefilled:
-        """Write the rows' KV, and return the features, and the hidden states of the last rows.
+    def prefill(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        last: LastRows | None = None,
+        *,
+        all_rows: bool = False,
+    ) -> Prefilled:
+        """Write the rows' KV, and return the features, and the hidden states of the last rows or of all.
 
-        Only the last rows pass what follows the last layer's KV write; their KV in that layer is written twice.
+        Only the last rows pass what follows the last layer's KV write, unless `all_rows`; their KV in that layer is
+        written twice. With `all_rows` they pass it twice, the second time as without.
         """
         layer, norm, hidden = self.decoder.layers[-1], self.decoder.norm, None
+        all_hidden: Tensor | None = None
         # A recurrent mixer counts each row once: it must not run again for the last rows.
         once = not isinstance(layer.mixer.cache_spec, KvLayout)
         if once or len(self.decoder.layers) in self.feature_layers:
@@ -150,6 +160,8 @@ class CausalLM(PagedModel):
             states = norm.add_norm(x, residual)[0]
             if last is not None:
                 hidden = states[last.indices]
+            if all_rows:
+                all_hidden = states
         else:
             x, residual, kept = self._pass(len(self.decoder.layers) - 1, tokens, positions, batch)
             if last is not None:  # copies, because entering the layer overwrites the residual
@@ -157,11 +169,17 @@ class CausalLM(PagedModel):
                     select_rows(last.indices, x),
                     None if residual is None else select_rows(last.indices, residual),
                 )
-            layer.mixer.write_cache(layer.enter(x, residual)[0], positions, batch)
+            normed, state = layer.enter(x, residual)
+            if all_rows:
+                is_kept = len(self.decoder.layers) - 1 in self.feature_layers  # its state may not be written over
+                out = torch.empty_like(state) if is_kept else None
+                all_hidden = norm.add_norm(*layer(normed, state, positions, batch, residual_out=out))[0]
+            else:
+                layer.mixer.write_cache(normed, positions, batch)
             if last is not None:
                 normed, state = layer.enter(*of_last)
                 hidden = norm.add_norm(*layer(normed, state, last.positions, last.batch))[0]
-        return Prefilled(hidden, self._features(kept, tokens))
+        return Prefilled(hidden, self._features(kept, tokens), all_hidden)
 
     def _pass(
         self, count: int, tokens: Tensor, positions: Tensor, batch: PagedBatch

@@ -197,10 +197,19 @@ class TransformersLM(PagedModel):
             features = torch.cat(kept, -1).view(*tokens.shape, -1)
         return States(hidden.view(*tokens.shape, -1), features)
 
-    def prefill(self, tokens: Tensor, positions: Tensor, batch: PagedBatch, last: LastRows | None = None) -> Prefilled:
-        """Write the rows' KV, and return the features, and the hidden states of the last rows."""
-        hidden, features = self.forward(tokens, positions, batch)
-        return Prefilled(None if last is None else hidden.flatten(0, -2)[last.indices], features)
+    def prefill(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        last: LastRows | None = None,
+        *,
+        all_rows: bool = False,
+    ) -> Prefilled:
+        """Write the rows' KV, and return the features, and the hidden states of the last rows or of all."""
+        states = self.forward(tokens, positions, batch)
+        hidden = states.hidden.flatten(0, -2)
+        return Prefilled(None if last is None else hidden[last.indices], states.features, hidden if all_rows else None)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [..., V] for hidden states [..., H], with all that the model does to its logits."""
