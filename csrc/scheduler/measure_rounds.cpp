@@ -18,6 +18,10 @@ namespace {
 constexpr double kAgree = 1.05;
 constexpr int kTimedRounds = 6;
 constexpr int64_t kTimedOnce = 10'000'000, kTimedMost = 40'000'000;  // ns
+// A time that contradicts the next one is taken again, at most this often for a level: it is longer than that of more
+// rows, or than kOfProportion times that of fewer rows in proportion.
+constexpr int kTimedAgain = 4;
+constexpr double kOfProportion = 1.5;
 // Most distinct first tokens.
 constexpr int64_t kRoots = 16;
 // The n-gram group and the first id of these requests, which no others have.
@@ -181,9 +185,16 @@ void Scheduler::measure_rounds(const std::vector<int64_t>& batches) {
     RoundTimer timer(*this, sizes[i], next_id);
     const auto time = [&](int64_t rows) { return 1e-3 * static_cast<double>(timer.time_round(rows)); };
     for (const int64_t rows : config_.rows[i]) us[i].push_back(time(rows));
-    for (size_t level = us[i].size() - 1;
-         level-- > 0;)  // a round that took longer than one of more rows may have been delayed
-      if (us[i][level] > us[i][level + 1]) us[i][level] = std::min(us[i][level], time(config_.rows[i][level]));
+    const auto is_doubtful = [&](size_t level) {
+      if (level + 1 < us[i].size() && us[i][level] > us[i][level + 1]) return true;
+      if (level == 0) return false;
+      const double growth =
+          static_cast<double>(config_.rows[i][level]) / static_cast<double>(config_.rows[i][level - 1]);
+      return us[i][level] > kOfProportion * growth * us[i][level - 1];
+    };
+    for (int again = 0; again < kTimedAgain; ++again)
+      for (size_t level = us[i].size(); level-- > 0;)
+        if (is_doubtful(level)) us[i][level] = std::min(us[i][level], time(config_.rows[i][level]));
     if (config_.max_idle_rounds > 0) catch_up[i] = 1e-3 * static_cast<double>(timer.time_catch_up());
     timer.end();
     for (size_t j = before + 1; j < i; ++j) {

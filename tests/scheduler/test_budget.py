@@ -245,6 +245,23 @@ def test_budget_delayed_round_is_timed_again() -> None:
     assert device.scheduler.costs.us == [[100 * batch + nodes for nodes in NODES] for batch in (1, 2)]
 
 
+def test_budget_outliers_of_a_busy_machine_are_forgotten() -> None:
+    """Rounds are delayed twice at several levels, the largest among them."""
+    late = {1: [35_000.0] * 2, 2: [490_000.0] * 2, 16: [300_000.0] * 2}
+    device = Device(lambda _, nodes: late[nodes].pop() if late.get(nodes) else 1600 + nodes, 0.5)
+    device.measure()
+    assert device.scheduler.costs is not None
+    assert device.scheduler.costs.us == [[1600 + nodes for nodes in NODES]]
+
+
+def test_budget_costs_that_stay_odd_are_kept() -> None:
+    """A kernel of few rows may be slower: its time is taken some times again."""
+    odd = {1: 3000.0, 2: 2000.0, 4: 2100.0, 8: 2200.0, 16: 9000.0}
+    device = Device(lambda _, nodes: odd[nodes], 0.5)
+    device.measure()
+    assert device.scheduler.costs is not None and device.scheduler.costs.us == [[*odd.values()]]
+
+
 def test_budget_without_costs_uses_highest_level() -> None:
     assert set(Device(flat, 0.0).run(100)) == {NODES[-1]}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -29,6 +31,9 @@ from .drafts import Draft, DraftContext, Learner
 from .drafts.composition import close_draft, having, open_draft, resize_pools
 from .options import RING_DEPTH
 from .tuning import calibrate
+
+SECONDS_OF_SILENCE = 3.0
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -85,7 +90,10 @@ def open_runtime(
             if config.num_levels > 0 and costs is not None:
                 scheduler.set_costs(costs)
             elif config.num_levels > 0:
-                scheduler.measure_rounds(list(config.measured_sizes))
+                rows_of = dict(zip(config.batch_sizes, config.rows, strict=True))
+                num_sizes = sum(len(rows_of[size]) for size in config.measured_sizes)
+                with announced(f"timing rounds of {num_sizes} sizes; Engine.tuning keeps the times for the next start"):
+                    scheduler.measure_rounds(list(config.measured_sizes))
                 for each in having(draft, Learner):
                     each.forget()
             calibrate(draft, calibrations)
@@ -258,6 +266,18 @@ def make_scheduler(
         graphs=graphs.raw() if graphs else {},
         trace=trace,
     )
+
+
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Log a line about work that takes longer than some seconds, so that nobody takes it for a hang."""
+    timer = Timer(SECONDS_OF_SILENCE, logger.warning, (f"specdec_kernels: {what}",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
