@@ -733,7 +733,6 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (COMPLETIONS, {"prompt": [[1], [2048]]}, "prompt[1] has token 2048, expected 0 to 2047 (the model's vocabulary)", "prompt"),
         (COMPLETIONS, {"prompt": [[1]] * 3, "n": 3}, "prompt and n ask for 9 texts, expected at most 8", "n"),
         (COMPLETIONS, {"logprobs": 21}, "logprobs is 21, expected 0 to 20", "logprobs"),
-        (COMPLETIONS, {"echo": True}, "echo is true, expected none (this field is not supported)", "echo"),
         (COMPLETIONS, {"best_of": 2}, "best_of is 2, expected none, 1 or n", "best_of"),
         (COMPLETIONS, {"suffix": "end"}, 'suffix is "end", expected none (this field is not supported)', "suffix"),
         (COMPLETIONS, {"tools": [AREA]}, f"tools is {json.dumps([AREA])[:57]}..., expected none (this field is not supported)", "tools"),

@@ -88,6 +88,7 @@ class Server:
         parsed = await asyncio.to_thread(read, await self._body(request), self.settings, self.engine)
         with self._reserved(parsed.num_prompts * parsed.params.n):  # before a million prompts are tokenized
             token_lists = await self._unless_gone(request, self._prepare(parsed))
+            parsed.check_scores(token_lists)
             requests = self._submit(parsed, token_lists, arrival)
         builder = ResponseBuilder(
             parsed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -11,6 +12,7 @@ from typing import Any
 from ..engine import AsyncRequest, GenerationError, NewTokens, TokenLogprob, merge_streams
 from ..status import FinishReason
 from .parsers import Item, Parser, Reasoning, ToolCall
+from .prompt_parts import EchoedPrompt, finite, legacy_logprobs, vllm_logprobs
 from .protocol import ParsedRequest, RequestError
 from .text import Piece, TextStream, TokenEnds, TokenText
 
@@ -20,8 +22,11 @@ DONE = b"data: [DONE]\n\n"
 class Choice:
     """One choice of a response, built as its tokens arrive."""
 
-    def __init__(self, request: AsyncRequest, tokenizer: Any, parser: Parser | None, by_rounds: bool) -> None:
+    def __init__(
+        self, request: AsyncRequest, tokenizer: Any, parser: Parser | None, by_rounds: bool, generates: bool = True
+    ) -> None:
         self.request = request
+        self._generates = generates  # else its text is not part of the response
         self.parser = parser
         self.num_calls = 0
         self.offset = 0  # characters of text so far, for `text_offset`
@@ -41,7 +46,7 @@ class Choice:
         else:
             self._text.push(new.tokens)
         if new.finish_reason:
-            return self._text.finish(self.request.outcome().text or "")
+            return self._text.finish((self.request.outcome().text or "") if self._generates else "")
         found_stop = self.request.output.text is not None  # the final text is known, and its end follows
         return [] if found_stop else self._text.take()
 
@@ -71,6 +76,8 @@ class Choice:
     def finish_reason(self) -> str:
         if self.num_calls:
             return "tool_calls"
+        if not self._generates:
+            return "length"
         return "stop" if self.request.output.finish_reason == FinishReason.STOP else "length"
 
     @property
@@ -126,11 +133,14 @@ class ResponseBuilder:
         on_first: Callable[[], None],
     ) -> None:
         self.parsed, self.requests, self._is_chat, self._token_text = parsed, requests, is_chat, token_text
+        self._tokenizer = tokenizer
+        self._echoes: dict[int, EchoedPrompt] = {}  # by choice
+        self._prompt_logprobs: dict[int, list[Any]] = {}
         self._on_first = on_first
         self._num_tokens = 0  # received so far
+        by_rounds = parsed.options.include_rounds and parsed.stream
         self._choices = [
-            Choice(request, tokenizer, parser and parser(), parsed.options.include_rounds and parsed.stream)
-            for request in requests
+            Choice(request, tokenizer, parser and parser(), by_rounds, parsed.generates) for request in requests
         ]
         self._head = {
             "id": ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
@@ -143,7 +153,13 @@ class ResponseBuilder:
         """Wait for all choices, and return the response object."""
         async for _ in self._chunks():
             pass
-        return self._head | {"choices": [self._whole(i) for i in range(len(self._choices))], "usage": self.usage}
+        indices = range(len(self._choices))
+        for index in indices if self.parsed.shows_prompts else ():
+            await asyncio.to_thread(self._read_prompt, index)  # a long one takes a while
+        whole = self._head | {"choices": [self._whole(index) for index in indices], "usage": self.usage}
+        if self._is_chat and self._prompt_logprobs:
+            whole["prompt_logprobs"] = self._prompt_logprobs[0]
+        return whole
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: chunks of choices as they arrive, then the usage."""
@@ -153,6 +169,11 @@ class ResponseBuilder:
         usage: dict[str, Any] = {"usage": None} if self.parsed.options.include_usage else {}
         async for new in self._chunks():
             index = self._index_of(new)
+            if self.parsed.echo and index not in begun:
+                begun.add(index)
+                await asyncio.to_thread(self._read_prompt, index)
+                part = {"index": index, **self._echoes[index].before("", None), "finish_reason": None}
+                yield event({"choices": [part], **usage}, known)
             for part in self._deltas(self._choices[index], new):
                 if self._is_chat and index not in begun:
                     begun.add(index)
@@ -178,11 +199,25 @@ class ResponseBuilder:
                     seconds = self.parsed.params.timeout
                     message = f"timeout is {seconds}, expected more seconds: the request was not done after them"
                     raise RequestError(message, "timeout", status=504, code="timeout")
+                if not self.parsed.generates:
+                    new = NewTokens(new.index, [], new.finish_reason, sample=new.sample)
                 self._num_tokens += len(new.tokens)
                 self._choices[self._index_of(new)].count(new.tokens)
                 yield new
         except GenerationError as error:
             raise RequestError(str(error), status=500) from error
+
+    def _read_prompt(self, index: int) -> None:
+        """Read what the response shows of a choice's prompt, which is there with the choice's first token."""
+        parsed, request, choice = self.parsed, self.requests[index], self._choices[index]
+        tokens, scored = request.output.prompt_tokens, request.read_prompt_logprobs()
+        if parsed.num_prompt_top >= 0 and scored is not None:
+            self._prompt_logprobs[index] = vllm_logprobs(tokens, scored, parsed.num_prompt_top, self._token_text)
+        if parsed.echo:
+            given = parsed.echo[index // parsed.params.n]
+            scored = scored if parsed.num_top >= 0 else None
+            echo = EchoedPrompt.of(given, tokens, scored, parsed.num_top, self._tokenizer, self._token_text)
+            self._echoes[index], choice.offset = echo, len(echo.text)
 
     def _message(self, items: Sequence[Item]) -> Message:
         kept = items if self.parsed.include_reasoning else [one for one in items if not isinstance(one, Reasoning)]
@@ -219,9 +254,10 @@ class ResponseBuilder:
     def _whole(self, index: int) -> dict[str, Any]:
         choice = self._choices[index]
         output = choice.request.outcome()
-        found = choice.parse(output.text or "", last=True)
-        message = self._message(found)
-        whole: dict[str, Any] = {"index": index}
+        text = (output.text or "") if self.parsed.generates else ""
+        message = self._message(choice.parse(text, last=True))
+        logprobs = self._logprobs(choice, output.tokens, output.logprobs) if self.parsed.generates else None
+        whole: dict[str, Any] = {"index": index, "logprobs": logprobs}
         if self._is_chat:
             content = message.text if message.text or not message.calls else None
             whole["message"] = {"role": "assistant", **message.reasoning, "content": content}
@@ -229,11 +265,11 @@ class ResponseBuilder:
                 whole["message"]["tool_calls"] = message.calls
         else:
             whole["text"] = message.text
-        return whole | {
-            "logprobs": self._logprobs(choice, output.tokens, output.logprobs),
-            "finish_reason": choice.finish_reason,
-            "meta_info": choice.meta_info,
-        }
+            if index in self._echoes:
+                whole |= self._echoes[index].before(message.text, logprobs)
+            if index in self._prompt_logprobs:
+                whole["prompt_logprobs"] = self._prompt_logprobs[index]
+        return whole | {"finish_reason": choice.finish_reason, "meta_info": choice.meta_info}
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -262,29 +298,11 @@ class ResponseBuilder:
             return None
         if self._is_chat:
             return {"content": [self._chat_entry(t, one) for t, one in zip(tokens, logprobs, strict=True)]}
-        texts = [self._token_text(token) for token in tokens]
         offsets = []
-        for text in texts:
+        for token in tokens:
             offsets.append(choice.offset)
-            choice.offset += len(text.text)
-        return {
-            "tokens": [text.key for text in texts],
-            "token_logprobs": [finite(one.logprob) for one in logprobs],
-            "top_logprobs": [self._top(token, one) for token, one in zip(tokens, logprobs, strict=True)],
-            "text_offset": offsets,
-        }
-
-    def _top(self, token: int, one: TokenLogprob) -> dict[str, float]:
-        """Return the log-probabilities of the token and of the most likely ones, by their texts.
-
-        Of tokens that share a text, the second and later ones are named by their ids.
-        """
-        top: dict[str, float] = {}
-        others = [(other, value) for other, value in one.top if other != token]
-        for other, value in [(token, one.logprob), *others]:
-            key = self._token_text(other).key
-            top[f"token_id:{other}" if key in top else key] = finite(value)
-        return top
+            choice.offset += len(self._token_text(token).text)
+        return legacy_logprobs(tokens, logprobs, offsets, self.parsed.num_top, self._token_text)
 
     def _chat_entry(self, token: int, one: TokenLogprob) -> dict[str, Any]:
         return self._entry(token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
@@ -292,11 +310,6 @@ class ResponseBuilder:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token_text(token)
         return {"token": text.text, "logprob": finite(logprob), "bytes": text.bytes}
-
-
-def finite(logprob: float) -> float:
-    """Replace -inf, the log-probability of an excluded token, because JSON has no infinity."""
-    return max(logprob, -9999.0)
 
 
 as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -254,6 +254,7 @@ class Generation(Sampling):
     max_tokens: StrictInt | None = None
     stream: StrictBool = False
     stream_options: StreamOptions = StreamOptions()
+    prompt_logprobs: NumTop | None = None
     # Constraints on the text, at most one of them: OpenAI's, then SGLang's, then vLLM's.
     response_format: ResponseFormat | None = None
     regex: StrictStr | None = None
@@ -325,7 +326,7 @@ class CompletionBody(PromptBody, Generation):
 
     logprobs: NumTop | None = None
     best_of: StrictInt = 1
-    echo: Annotated[Literal[False], Unsupported] | None = None
+    echo: StrictBool = False
 
 
 AnyBody = TypeVar("AnyBody", bound=RequestBody)

@@ -24,6 +24,7 @@ from .prompts import Conversation, read_conversation, read_prompts
 from .settings import Settings
 
 ANY_OBJECT = {"type": "object"}
+MOST_SCORES = 1 << 19  # log-probabilities of prompts in one response, which take the event loop 0.5 s to encode
 MAX_STOP_STRINGS = 64  # each is searched for after every token, in a thread that all requests share
 
 
@@ -44,6 +45,9 @@ class ParsedRequest:
         separate_reasoning: reasoning is no part of the text.
         include_reasoning: return it.
         num_prompts: lists of tokens that `tokenize` will return.
+        echo: the prompts as they were given, if the response shows them.
+        num_prompt_top: alternatives to each token of the prompt, in vLLM's form; -1: none is asked for.
+        generates: whether the response shows what follows the prompt.
     """
 
     tokenize: Callable[[Engine], list[list[int]]]
@@ -58,6 +62,22 @@ class ParsedRequest:
     separate_reasoning: bool = True
     include_reasoning: bool = True
     num_prompts: int = 1
+    echo: Sequence[str | list[int]] = ()
+    num_prompt_top: int = -1
+    generates: bool = True
+
+    @property
+    def shows_prompts(self) -> bool:
+        """Return whether the response shows prompts or their log-probabilities."""
+        return bool(self.echo) or self.num_prompt_top >= 0
+
+    def check_scores(self, token_lists: Sequence[Sequence[int]]) -> None:
+        """Refuse more log-probabilities of prompts than one response may have."""
+        if self.params.num_prompt_logprobs >= 0:
+            count = sum(map(len, token_lists)) * self.params.n * (1 + self.params.num_prompt_logprobs)
+            if count > MOST_SCORES:
+                field = "prompt_logprobs" if self.num_prompt_top >= 0 else "logprobs"
+                raise RequestError(f"{field} asks for {count} values of prompts, expected at most {MOST_SCORES}", field)
 
     def refused(self, error: ValueError) -> RequestError:
         """Convert the engine's error about the parameters, with the names of the body's fields."""
@@ -86,6 +106,7 @@ def read_chat(values: Object, settings: Settings, engine: Engine) -> ParsedReque
         body.parallel_tool_calls,
         body.separate_reasoning,
         body.include_reasoning,
+        num_prompt_top=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
     )
 
 
@@ -96,7 +117,16 @@ def read_completion(values: Object, settings: Settings, engine: Engine) -> Parse
     params, names = read_sampling(body, settings, engine, num_top, None)
     prompts = read_prompts(body)
     return ParsedRequest(
-        prompts.tokenize, params, names, body.stream, body.stream_options, num_top, num_prompts=len(prompts.prompts)
+        prompts.tokenize,
+        params,
+        names,
+        body.stream,
+        body.stream_options,
+        num_top,
+        num_prompts=len(prompts.prompts),
+        echo=prompts.prompts if body.echo else (),
+        num_prompt_top=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
+        generates=body.max_tokens != 0,
     )
 
 
@@ -116,11 +146,18 @@ def read_sampling(
     names = {PARAMETERS.get(name, name): name for name in given}
     values = settings.defaults | {parameter: given[name] for parameter, name in names.items()}
     values |= {"n": body.n, "logprobs": None if num_top < 0 else num_top}
+    shows_prompt = isinstance(body, CompletionBody) and body.echo
+    if body.stream and body.prompt_logprobs is not None:
+        raise unexpected("prompt_logprobs", body.prompt_logprobs, "none with stream")
+    counts = [body.prompt_logprobs, num_top if shows_prompt and num_top >= 0 else None]
+    values["prompt_logprobs"] = max((count for count in counts if count is not None), default=None)
     max_len = engine.config.max_len
     budget = max_len if isinstance(body, ChatBody) else 16
     for name in ("max_tokens", "max_completion_tokens"):  # the second counts if both are given
         if name in body.model_fields_set:
             budget, names["max_new_tokens"] = getattr(body, name), name
+    if budget == 0 and isinstance(body, CompletionBody) and (body.echo or body.prompt_logprobs is not None):
+        budget = 1  # the first token comes with the prompt's last row, and the response does not show it
     values["max_new_tokens"] = min(budget, max_len)
     if values.get("top_k") == -1:  # other servers' value for all tokens
         values["top_k"] = 0
