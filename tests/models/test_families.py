@@ -216,7 +216,7 @@ def loud_attention(
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     scores = SOFT_CAP * torch.tanh(query @ key.transpose(-1, -2) * SCALE / SOFT_CAP)
-    columns = torch.arange(key.shape[-2])
+    columns = torch.arange(key.shape[-2], device=key.device)
     own = columns[-query.shape[-2] :, None]
     window = WINDOWS[module.layer_idx] or len(columns)
     hidden = (columns > own) | (columns <= own - window)

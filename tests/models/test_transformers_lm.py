@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from specdec_kernels.engine import Engine, Ngram, SamplingParams
 from specdec_kernels.engine import startup as opening
 from specdec_kernels.engine.device.prefill_graphs import captured_shapes
+from specdec_kernels.models.backends import native
 from specdec_kernels.models.backends.attention_hook import hook_rotations, running_hook, use_hook
 from specdec_kernels.models.backends.select import open_language_model
 from specdec_kernels.models.layers.paged_batch import PagedBatch
@@ -69,9 +70,9 @@ def test_states_and_features_are_those_of_the_native_backend() -> None:
             hidden, features = lm.forward(tokens, positions, rows)
             assert features is not None
             states.append((hidden, features, lm.logits(hidden)))
-    for native, fallback in zip(*states, strict=True):
-        assert native.shape == fallback.shape
-        torch.testing.assert_close(fallback, native, rtol=1e-4, atol=1e-4)
+    for ours, fallback in zip(*states, strict=True):
+        assert ours.shape == fallback.shape
+        torch.testing.assert_close(fallback, ours, rtol=1e-4, atol=1e-4)
 
 
 def test_rotations_in_threads_reach_the_hook_of_their_own_thread_and_plain_calls_none() -> None:
@@ -313,7 +314,9 @@ def test_module_of_other_logits_than_our_layers_runs_by_its_modules(
 
 
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])
-def test_rotations_of_all_layers_are_found_where_transformers_5_24_has_them(model_type: str) -> None:
+def test_rotations_of_all_layers_are_found_where_transformers_5_24_has_them(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model(model_type)
     body = model.get_decoder()
     table = body.h[0].attn.embed_positions if hasattr(body.h[0].attn, "embed_positions") else None
@@ -326,5 +329,6 @@ def test_rotations_of_all_layers_are_found_where_transformers_5_24_has_them(mode
         body.rotary_emb.register_buffer("embed_positions", table)
         for layer in body.h:
             del layer.attn.embed_positions
+        monkeypatch.setattr(native, "check_against_module", lambda *_: None)  # the older module needs them there
     with Engine(model, **options) as engine:
         assert engine.generate([prompt], SamplingParams(max_new_tokens=12))[0].tokens == want[0, 20:].tolist()

@@ -933,7 +933,7 @@ def test_tree_attention_with_max_kv_len_clamps_longer_requests(
         for row in range(max_kv_len, n + 5):
             page = int(cache.page_table[b, row // 16])
             cache.k_pool[page, row % 16] = cache.v_pool[page, row % 16] = NAN
-    check(q, cache, max_kv_len=max_kv_len)
+    status = check(q, cache, max_kv_len=max_kv_len).to(device)
     assert torch.equal(
         sd.tree_attention(q, *cache.tensors(), max_kv_len=max_kv_len, status=status)[whole],
         sd.tree_attention(q, *cache.tensors())[whole],
