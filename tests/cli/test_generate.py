@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,6 +12,7 @@ from rich.console import Console
 from specdec_kernels import FinishReason, cli
 from specdec_kernels.cli.generate import DEFAULT_PROMPT, Printer
 from specdec_kernels.engine import Engine, NewTokens, Ngram, SamplingParams
+from specdec_kernels.engine.text.detokenizer import Detokenizer
 from specdec_kernels.tiny import tiny_model
 from support.random_checkpoints import save_random_model
 
@@ -159,9 +158,8 @@ class Bytes:
 
 def printed(text: bytes, rounds: list[int]) -> str:
     """Return what a printer prints of a text that arrives in rounds of these sizes."""
-    engine: Any = SimpleNamespace(tokenizer=Bytes())
     out = io.StringIO()
-    printer = Printer(Console(file=out), engine)
+    printer = Printer(Console(file=out), Detokenizer(Bytes()).decoder([]))
     for size in rounds:
         printer(NewTokens(0, list(text[:size]), FinishReason.RUNNING, rounds=[size]))
         text = text[size:]

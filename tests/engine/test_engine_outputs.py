@@ -201,12 +201,14 @@ def test_stop_string_with_min_new_tokens() -> None:
 
 
 def test_stream_joins_characters_of_several_tokens() -> None:
+    from specdec_kernels.engine.text.detokenizer import Detokenizer
     from specdec_kernels.engine.text.stop_strings import StopStrings
 
+    detokenizer = Detokenizer(tokenizer())
     tokens = tokenizer()("x = 'äöü€😀' # done")["input_ids"]
     for stop, text in (("€", "x = 'äöü"), ("😀'", "x = 'äöü€"), ("ü€😀' #", "x = 'äö")):
         for size in (1, 2, 5, 100):
-            strings, kept = StopStrings(tokenizer(), ["nothing", stop], 0), 0
+            strings, kept = StopStrings(detokenizer.decoder([]), ["nothing", stop], 0), 0
             for begin in range(0, len(tokens), size):
                 found = strings.find(tokens[begin : begin + size])
                 if found is not None:

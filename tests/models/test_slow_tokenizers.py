@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from specdec_kernels.engine import Draft, Engine, SamplingParams, Standalone
-from specdec_kernels.engine.drafts.vocabularies import LETTERS
+from specdec_kernels.engine.text.detokenizer import LETTERS
 from support.tiny_random_models import NATIVE, tiny_model
 
 PROMPT = "the cab"
@@ -69,7 +69,8 @@ def test_engine_text_with_slow_tokenizer(kind: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt = tokenizer(PROMPT)["input_ids"]
     text, tokens = text_of(model, None)
-    assert text == tokenizer.decode(tokens, skip_special_tokens=True)
+    before, both = (tokenizer.decode(each, skip_special_tokens=True) for each in (prompt, [*prompt, *tokens]))
+    assert before + text == both
     with Engine(model, max_len=96, device="cpu", dtype=torch.float32) as engine:
         assert list(engine.generate([prompt], SamplingParams(12, ignore_eos=True))[0].tokens) == tokens
 

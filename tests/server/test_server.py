@@ -26,6 +26,7 @@ from specdec_kernels import _C, cli
 from specdec_kernels.cli import engine_flags
 from specdec_kernels.cli.serve import sampling_defaults
 from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
+from specdec_kernels.engine.text.detokenizer import Detokenizer
 from specdec_kernels.server import Settings, make_app, serving_process
 from specdec_kernels.server.text import TextStream, TokenText, token_texts
 from specdec_kernels.tiny import tiny_model
@@ -270,13 +271,13 @@ def test_chat_runs_to_end_of_context(server: Running, client: OpenAI) -> None:
 
 
 def token_text(token: int) -> TokenText:
-    return token_texts(tokenizer().backend_tokenizer)(token)
+    return token_texts(Detokenizer(tokenizer()))(token)
 
 
 def test_completion_and_chat_return_logprobs(server: Running, client: OpenAI) -> None:
     (want,) = server.engine.generate(TEXT + "\n", SamplingParams(12, logprobs=3))
     assert want.logprobs is not None
-    text_of = token_texts(tokenizer().backend_tokenizer)
+    text_of = token_texts(Detokenizer(tokenizer()))
     given: dict[str, Any] = {
         "model": NAME,
         "messages": messages(),
@@ -626,7 +627,7 @@ def test_grammar_error_messages(strict: Running, server: Running) -> None:
 def test_text_stream_holds_incomplete_characters(size: int) -> None:
     text = "a héllo 日本語 🎉 end"
     tokens = tokenizer()(text)["input_ids"]
-    stream = TextStream(tokenizer().backend_tokenizer, [])
+    stream = TextStream(Detokenizer(tokenizer()).decoder([]), [])
     sent = []
     for at in range(0, len(tokens), size):
         stream.push(tokens[at : at + size])
@@ -637,7 +638,7 @@ def test_text_stream_holds_incomplete_characters(size: int) -> None:
 
 def test_text_stream_holds_possible_stop_strings() -> None:
     tokens = tokenizer()("one two three")["input_ids"]
-    stream = TextStream(tokenizer().backend_tokenizer, ["abcde", "x"])
+    stream = TextStream(Detokenizer(tokenizer()).decoder([]), ["abcde", "x"])
     stream.push(tokens[:-1], accepted=True)
     stream.push(tokens[-1:])
     assert "".join(piece.text for piece in stream.take()) == "one two t"
@@ -646,8 +647,7 @@ def test_text_stream_holds_possible_stop_strings() -> None:
 
 
 def test_token_bytes_of_tokenizers() -> None:
-    backend = tokenizer().backend_tokenizer
-    of = token_texts(backend)
+    of = token_texts(Detokenizer(tokenizer()))
     for text in ("def area(x):\n", "日本語 🎉", "  é"):
         tokens = tokenizer()(text)["input_ids"]
         assert bytes(byte for token in tokens for byte in of(token).bytes).decode() == text

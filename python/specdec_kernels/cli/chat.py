@@ -81,7 +81,7 @@ def print_answer(
     tokens = engine.core.inputs.tokenize_chat(messages, options)
     begin = time.perf_counter()
     request = engine.submit(tokens, sampling)
-    printer = Printer(console, engine)
+    printer = Printer(console, engine.text_decoder(tokens))
     try:
         for new in request:
             printer(new)

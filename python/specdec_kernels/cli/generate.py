@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..engine import Draft, Engine, RequestOutput, SamplingParams
+    from ..engine.text.detokenizer import TextDecoder
     from .arguments import Subparsers
     from .near_tie import Difference
 
@@ -174,7 +175,7 @@ def generate(
         engine.generate(prompt, SamplingParams(max_new_tokens=8, ngram_group=1))
     if engine.graphs:
         console.print(f"{algorithm}: {engine.graphs}", style="dim")
-    printer = Printer(console, engine) if stream else None
+    printer = Printer(console, engine.text_decoder(prompt)) if stream else None
     if printer:
         console.print(prompt, end="", style="dim", markup=False, soft_wrap=True)
     runs = [timed(engine, prompt, replace(sampling, ngram_group=2), algorithm, printer)]
@@ -193,33 +194,26 @@ def timed(engine: Engine, prompt: str, sampling: SamplingParams, algorithm: str,
 
 
 class Printer:
-    """Stream text with accepted draft tokens in color; a token that ends inside a character waits for the rest."""
+    """Stream a completion with accepted draft tokens in color."""
 
-    def __init__(self, console: Console, engine: Engine) -> None:
-        self.console, self.tokenizer = console, engine.tokenizer
-        self.tokens: list[int] = []
-        self.printed = 0
+    def __init__(self, console: Console, decoder: TextDecoder) -> None:
+        self.console, self.decoder = console, decoder
 
     def __call__(self, new: Any) -> None:
         begin = 0
         for count in new.rounds:
             end = begin + count
-            self._print(new.tokens[begin : end - 1], "green")
-            self._print(new.tokens[end - 1 : end], None)
+            self._print(self.decoder.push(new.tokens[begin : end - 1]), "green")
+            self._print(self.decoder.push(new.tokens[end - 1 : end]), None)
             begin = end
 
     def finish(self) -> None:
         """Print what is left, even if a character is incomplete."""
-        self._print([], None, last=True)
+        self._print(self.decoder.rest(), None)
         self.console.print("\n")
 
-    def _print(self, tokens: list[int], style: str | None, last: bool = False) -> None:
-        self.tokens += tokens
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
-            return
-        self.console.print(text[self.printed :], end="", style=style, markup=False, soft_wrap=True)
-        self.printed = len(text)
+    def _print(self, text: str, style: str | None) -> None:
+        self.console.print(text, end="", style=style, markup=False, soft_wrap=True)
 
 
 def print_table(console: Console, runs: list[Run], sampling: SamplingParams) -> None:

@@ -29,6 +29,7 @@ from .params import SamplingParams
 from .request import BaseRequest
 from .startup import Runtime, on_stream, open_runtime
 from .stats import EngineStats, read_stats
+from .text.detokenizer import Detokenizer
 from .text.prompts import load_tokenizer, own_tokenizer
 from .threads import EngineThreads
 from .transfer.kv_transfer import pack_slot, record_stream
@@ -114,9 +115,9 @@ class EngineCore:
     # --- for requests (`RequestHost`)
 
     @property
-    def tokenizer(self) -> Any:
-        """Return the tokenizer of prompts and outputs, or None."""
-        return self.inputs.tokenizer
+    def detokenizer(self) -> Detokenizer | None:
+        """Return what decodes outputs, or None without a tokenizer."""
+        return self.inputs.detokenizer
 
     def cancel(self, request_id: int) -> bool:
         """End a request after the round that runs; return False if it had ended."""

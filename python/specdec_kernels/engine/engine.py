@@ -22,6 +22,7 @@ from .outputs import GenerationError, RequestOutput
 from .params import SamplingParams
 from .request import BaseRequest, Request
 from .stats import EngineStats
+from .text.detokenizer import TextDecoder
 from .text.prompts import conversations
 from .transfer.migration import ExportedRequest
 from .weight_updates import Weights
@@ -262,6 +263,21 @@ class Engine:
         return self.core.import_request(Request, exported, stream, trusted)
 
     # --- the engine as a whole
+
+    def text_decoder(self, prompt: str | Sequence[int]) -> TextDecoder:
+        """Return a decoder of one completion of a prompt, for tokens as they arrive.
+
+        `push(new.tokens)` returns the text that is complete, `rest()` at the end what was held back. Together they are
+        `RequestOutput.text`: a tokenizer that drops the first space of a text does not drop that after the prompt.
+
+        Raises:
+            ValueError: the engine has no tokenizer.
+        """
+        detokenizer = self.core.inputs.detokenizer
+        if detokenizer is None:
+            raise ValueError(f"text_decoder: the engine has no tokenizer ({self.core.inputs.no_tokenizer})")
+        (tokens,) = self.core.inputs.tokenize([prompt], ["text_decoder: prompt"], add_special_tokens=True)
+        return detokenizer.decoder(tokens)
 
     def clear_cache(self) -> None:
         """Release the pages of the prefix cache. Running requests keep theirs; later requests do not reuse any.

@@ -13,6 +13,7 @@ from .device.grammar_masks import Grammars, NewMatcher
 from .drafts import Draft
 from .params import SamplingParams
 from .request import RequestSpec
+from .text.detokenizer import Detokenizer
 from .text.prompts import as_list, chat_text, check_tokens, exceeds, num_characters, tokens_of_each
 from .text.stop_strings import StopStrings
 
@@ -23,7 +24,7 @@ class InputProcessor:
     """Tokenizes prompts, checks parameters against the engine, and builds the specs of requests. Thread-safe.
 
     Attributes:
-        tokenizer: of prompts and outputs, or None.
+        tokenizer: of prompts and outputs, or None. detokenizer: decodes outputs with it.
         no_tokenizer: why there is none, for error messages.
         eos_token_ids: tokens that end a request by default.
         grammars: compiles those of requests.
@@ -33,6 +34,7 @@ class InputProcessor:
         self, config: EngineConfig, target: LanguageModel, draft: Draft, tokenizer: Any, no_tokenizer: str
     ) -> None:
         self.tokenizer, self.no_tokenizer = tokenizer, no_tokenizer
+        self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self.eos_token_ids = eos_token_ids(target.model, tokenizer)
         self._config, self._draft = config, draft
         self._vocab_size = target.config.vocab_size
@@ -158,7 +160,7 @@ class InputProcessor:
                     prompt=tokens,
                     params=seeded.of_sample(sample),
                     stop_tokens=stops,
-                    stop=self._stop_strings(one),  # one for each sample: it follows the sample's text
+                    stop=self._stop_strings(one, tokens),  # one for each sample: it follows the sample's text
                     num_logprobs=num_logprobs,
                     num_prompt_logprobs=num_prompt_logprobs,
                     new_matcher=matcher,
@@ -203,13 +205,13 @@ class InputProcessor:
             raise ValueError(f"SamplingParams: {kind} is given, expected none without Engine(grammars=True)")
         return self.grammars.new_matcher(params, stop_tokens)
 
-    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
+    def _stop_strings(self, params: SamplingParams, prompt: list[int]) -> StopStrings | None:
         if not params.stop_strings:
             return None
-        if not getattr(self.tokenizer, "is_fast", False):
+        if self.detokenizer is None or not self.detokenizer.is_fast:
             lack = self.no_tokenizer or "the tokenizer is not one of `tokenizers`"
             raise ValueError(f"SamplingParams: stop is given, expected none ({lack})")
-        return StopStrings(self.tokenizer, params.stop_strings, params.min_new_tokens)
+        return StopStrings(self.detokenizer.decoder(prompt), params.stop_strings, params.min_new_tokens)
 
 
 def single_sample(params: SamplingParams | None) -> SamplingParams:

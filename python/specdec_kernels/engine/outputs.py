@@ -63,7 +63,7 @@ class RequestOutput:
     Attributes:
         index: of its prompt in the list that was given. sample: among the n samples of the prompt.
         prompt_tokens, tokens: token ids; a stop token is the last of `tokens`.
-        text: decoded `tokens`; None without a tokenizer.
+        text: what `tokens` add to the text of the prompt, without special tokens; None without a tokenizer.
         seed: of the draws; None for greedy decoding.
         logprobs: one for each token; None if not requested.
         prompt_logprobs: one for each token of the prompt, None for the first; None if not requested, or if the request

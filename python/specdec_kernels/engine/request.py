@@ -17,6 +17,7 @@ from .outputs import GenerationError, NewTokens, RequestOutput, TokenLogprob
 from .params import SamplingParams
 from .prompt_scores import PromptScores
 from .slot_inputs import KvSource, SlotInputs
+from .text.detokenizer import Detokenizer
 from .text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class RequestHost(Protocol):
     """What a request needs of the engine that runs it."""
 
     @property
-    def tokenizer(self) -> Any:
-        """Return the tokenizer that decodes outputs, or None."""
+    def detokenizer(self) -> Detokenizer | None:
+        """Return what decodes outputs, or None without a tokenizer."""
 
     def cancel(self, request_id: int) -> bool:
         """End a request after the round that runs; return False if it had ended."""
@@ -287,11 +288,11 @@ class BaseRequest:
 
     def with_text(self) -> RequestOutput:
         """Return the output of a request that is done, with its text. Readers decode, not the delivering thread."""
-        tokenizer = self.host.tokenizer
-        if self.output.text is None and tokenizer is not None:
-            self.output.text = tokenizer.decode(self.output.tokens, skip_special_tokens=True)
+        output, detokenizer = self.output, self.host.detokenizer
+        if output.text is None and detokenizer is not None:
+            output.text = detokenizer.text(output.prompt_tokens, output.tokens)
         self.read_prompt_logprobs()
-        return self.output
+        return output
 
     def read_prompt_logprobs(self) -> list[TokenLogprob | None] | None:
         """Return the log-probabilities of the prompt, which are there with the first token; None: there are none yet.

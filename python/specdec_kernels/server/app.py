@@ -60,14 +60,15 @@ class Server:
 
     def __init__(self, tasks: AsyncEngine, settings: Settings) -> None:
         engine = tasks.engine
-        if not getattr(engine.tokenizer, "is_fast", False):
+        detokenizer = engine.core.inputs.detokenizer
+        if detokenizer is None or not detokenizer.is_fast:
             lack = engine.core.inputs.no_tokenizer or "it is not one of `tokenizers`"
             raise ValueError(f"serve: the model has no tokenizer that gives text piece by piece, expected one ({lack})")
         self.tasks, self.engine, self.settings = tasks, engine, settings
         self.metrics = Metrics(engine, settings.model_name)
         self.started = int(time.time())
-        self._backend = engine.tokenizer.backend_tokenizer
-        self._token_text = token_texts(self._backend)
+        self._detokenizer = detokenizer
+        self._token_text = token_texts(detokenizer)
         template = settings.chat_template or getattr(engine.tokenizer, "chat_template", None) or ""
         self._format = format_of(str(template), settings.tool_parser, settings.reasoning_parser)
         self.grammars = GrammarCompiler(engine, GrammarLimits(seconds=settings.max_grammar_seconds))
@@ -95,7 +96,7 @@ class Server:
             requests,
             is_chat=is_chat,
             model=self.settings.model_name,
-            tokenizer=self._backend,
+            detokenizer=self._detokenizer,
             token_text=self._token_text,
             parser=self._parsers(parsed, token_lists[0]) if is_chat else None,
             on_first=lambda: self.metrics.first_token.observe(time.perf_counter() - arrival),
@@ -114,7 +115,7 @@ class Server:
         separate = parsed.separate_reasoning and not constrained and self._format.reasoning is not None
         if not tools and not separate:
             return None
-        end = "" if constrained else self._backend.decode(prompt[-32:], skip_special_tokens=False)
+        end = "" if constrained else self._detokenizer.decode(prompt[-32:], skip_special_tokens=False)
 
         def new_parser() -> Parser:
             parser = self._format.parser(tools, end, separate_reasoning=separate)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine import TokenLogprob
+from ..engine.text.detokenizer import Detokenizer
 from .text import TokenText
 
 Logprobs = dict[str, list[Any]]
@@ -85,7 +86,7 @@ class EchoedPrompt:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprob | None] | None,
         num_top: int,
-        tokenizer: Any,
+        detokenizer: Detokenizer,
         token_text: Callable[[int], TokenText],
     ) -> EchoedPrompt:
         """Return the part of a prompt.
@@ -95,10 +96,10 @@ class EchoedPrompt:
             tokens: of the prompt.
             logprobs: of these; None: not asked for.
             num_top: alternatives to each.
-            tokenizer: the backend of a fast tokenizer.
+            detokenizer: decodes the ids.
             token_text: returns the text and bytes of a token.
         """
-        text = given if isinstance(given, str) else tokenizer.decode(list(given), skip_special_tokens=False)
+        text = given if isinstance(given, str) else detokenizer.decode(given, skip_special_tokens=False)
         if logprobs is None:
             return cls(text, None)
         # Special tokens that the tokenizer has added to a text are not in it.

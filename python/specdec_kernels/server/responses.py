@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from ..engine import AsyncRequest, GenerationError, NewTokens, TokenLogprob, merge_streams
+from ..engine.text.detokenizer import Detokenizer
 from ..status import FinishReason
 from .parsers import Item, Parser, Reasoning, ToolCall
 from .prompt_parts import EchoedPrompt, finite, legacy_logprobs, vllm_logprobs
@@ -23,16 +24,21 @@ class Choice:
     """One choice of a response, built as its tokens arrive."""
 
     def __init__(
-        self, request: AsyncRequest, tokenizer: Any, parser: Parser | None, by_rounds: bool, generates: bool = True
+        self,
+        request: AsyncRequest,
+        detokenizer: Detokenizer,
+        parser: Parser | None,
+        by_rounds: bool,
+        generates: bool = True,
     ) -> None:
         self.request = request
         self._generates = generates  # else its text is not part of the response
         self.parser = parser
         self.num_calls = 0
-        self.offset = 0  # characters of text so far, for `text_offset`
+        self.num_echoed = 0  # characters of the prompt before the text
         self._by_rounds = by_rounds
-        self._ends = None if parser is None else TokenEnds(tokenizer)
-        self._text = TextStream(tokenizer, request.params.stop_strings)
+        decoders = [detokenizer.decoder(request.output.prompt_tokens) for _ in range(2)]
+        self._text, self._ends = TextStream(decoders[0], request.params.stop_strings), TokenEnds(decoders[1])
 
     def on_tokens(self, new: NewTokens) -> list[Piece]:
         """Decode new tokens, and return the text that can be sent."""
@@ -52,15 +58,19 @@ class Choice:
 
     def count(self, tokens: Sequence[int]) -> None:
         """Note where new tokens end in the text, for `reasoning_tokens`."""
-        if self._ends is not None:
+        if self.parser is not None:
             self._ends.push(tokens)
 
     @property
     def reasoning_tokens(self) -> int:
         """Tokens so far that are reasoning or its tags."""
-        if self.parser is None or self._ends is None:
+        if self.parser is None:
             return 0
         return sum(self._ends.count(begin, end) for begin, end in self.parser.reasoning_spans)
+
+    def offsets(self, tokens: Sequence[int]) -> list[int]:
+        """Return where in the text each of the next tokens begins."""
+        return [self.num_echoed + begin for begin in self._ends.push(tokens)]
 
     def parse(self, text: str, last: bool) -> list[Item]:
         """Split text into reasoning, tool calls, and other text."""
@@ -114,7 +124,7 @@ class ResponseBuilder:
         requests: the engine's requests, one for each choice of each prompt.
         is_chat: of `/v1/chat/completions`, otherwise of `/v1/completions`.
         model: name of the model.
-        tokenizer: the backend of a fast tokenizer.
+        detokenizer: decodes the choices.
         token_text: returns the text and bytes of a token.
         parser: creates a parser of reasoning and tool calls for a choice; None: there are none.
         on_first: called at the first token.
@@ -127,20 +137,20 @@ class ResponseBuilder:
         *,
         is_chat: bool,
         model: str,
-        tokenizer: Any,
+        detokenizer: Detokenizer,
         token_text: Callable[[int], TokenText],
         parser: Callable[[], Parser] | None,
         on_first: Callable[[], None],
     ) -> None:
         self.parsed, self.requests, self._is_chat, self._token_text = parsed, requests, is_chat, token_text
-        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
         self._echoes: dict[int, EchoedPrompt] = {}  # by choice
         self._prompt_logprobs: dict[int, list[Any]] = {}
         self._on_first = on_first
         self._num_tokens = 0  # received so far
         by_rounds = parsed.options.include_rounds and parsed.stream
         self._choices = [
-            Choice(request, tokenizer, parser and parser(), by_rounds, parsed.generates) for request in requests
+            Choice(request, detokenizer, parser and parser(), by_rounds, parsed.generates) for request in requests
         ]
         self._head = {
             "id": ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
@@ -216,8 +226,8 @@ class ResponseBuilder:
         if parsed.echo:
             given = parsed.echo[index // parsed.params.n]
             scored = scored if parsed.num_top >= 0 else None
-            echo = EchoedPrompt.of(given, tokens, scored, parsed.num_top, self._tokenizer, self._token_text)
-            self._echoes[index], choice.offset = echo, len(echo.text)
+            echo = EchoedPrompt.of(given, tokens, scored, parsed.num_top, self._detokenizer, self._token_text)
+            self._echoes[index], choice.num_echoed = echo, len(echo.text)
 
     def _message(self, items: Sequence[Item]) -> Message:
         kept = items if self.parsed.include_reasoning else [one for one in items if not isinstance(one, Reasoning)]
@@ -298,10 +308,7 @@ class ResponseBuilder:
             return None
         if self._is_chat:
             return {"content": [self._chat_entry(t, one) for t, one in zip(tokens, logprobs, strict=True)]}
-        offsets = []
-        for token in tokens:
-            offsets.append(choice.offset)
-            choice.offset += len(self._token_text(token).text)
+        offsets = choice.offsets(tokens)
         return legacy_logprobs(tokens, logprobs, offsets, self.parsed.num_top, self._token_text)
 
     def _chat_entry(self, token: int, one: TokenLogprob) -> dict[str, Any]:

@@ -1,14 +1,13 @@
-"""Incremental detokenization of a request's text, and the text and bytes of single tokens."""
+"""Pieces of a request's text as they can be sent, and the text and bytes of single tokens."""
 
 from __future__ import annotations
 
 import functools
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tokenizers.decoders import DecodeStream
+from ..engine.text.detokenizer import Detokenizer, TextDecoder
 
 
 class Piece(NamedTuple):
@@ -19,31 +18,23 @@ class Piece(NamedTuple):
 
 
 class TextStream:
-    """An incremental detokenizer.
+    """Pieces of a request's text, as its tokens arrive.
 
     It holds back a character whose bytes are incomplete, and as many characters as a stop string could still remove.
 
     Args:
-        tokenizer: the backend of a fast tokenizer.
+        decoder: of the request's text.
         stop_strings: the request's.
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=True)
+    def __init__(self, decoder: TextDecoder, stop_strings: Sequence[str]) -> None:
+        self._decoder = decoder
         self._num_held = max(map(len, stop_strings), default=1) - 1
         self._waiting: list[Piece] = []
-        self._sent = ""
+        self._num_sent = 0
 
     def push(self, tokens: list[int], accepted: bool = False) -> None:
-        if not tokens or self._stream is None:
-            return
-        try:
-            text = self._stream.step(self._tokenizer, tokens)
-        except Exception:  # the decoder failed: `finish` sends the rest of the text
-            self._stream = None
-            return
-        if text:
+        if text := self._decoder.push(tokens):
             self._waiting.append(Piece(text, accepted))
 
     def take(self) -> list[Piece]:
@@ -60,12 +51,12 @@ class TextStream:
                 if at:
                     taken.append(Piece(piece.text[:at], piece.accepted))
             self._waiting, taken = held[::-1], taken[::-1]
-        self._sent += "".join(piece.text for piece in taken)
+        self._num_sent += sum(len(piece.text) for piece in taken)
         return taken
 
     def finish(self, text: str) -> list[Piece]:
         """Return the rest of the request's final text."""
-        left = text[len(self._sent) :] if text.startswith(self._sent) else ""
+        left = text[self._num_sent :]
         pieces = []
         for piece in self._waiting:
             if not left.startswith(piece.text):
@@ -77,17 +68,21 @@ class TextStream:
 
 
 class TokenEnds:
-    """Where the tokens of a text end in it, in characters."""
+    """Where the tokens of a text end in it, in characters: a token within a character where that begins."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
+    def __init__(self, decoder: TextDecoder) -> None:
+        self._decoder = decoder
         self._ends: list[int] = []
-        self._num_characters = 0
+        self._num_settled = 0
 
-    def push(self, tokens: Sequence[int]) -> None:
+    def push(self, tokens: Sequence[int]) -> list[int]:
+        """Add tokens, and return where each of them begins."""
+        begins = []
         for token in tokens:
-            self._num_characters += len(self._stream.step(self._tokenizer, token) or "")
-            self._ends.append(self._num_characters)
+            begins.append(self._ends[-1] if self._ends else 0)
+            self._num_settled += len(self._decoder.push([token]))
+            self._ends.append(self._num_settled + len(self._decoder.pending))
+        return begins
 
     def count(self, begin: int, end: int | None) -> int:
         """Count the tokens of the characters from `begin` to `end` (exclusive; None: to the last token)."""
@@ -110,31 +105,12 @@ class TokenText(NamedTuple):
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes)
 
 
-def token_texts(tokenizer: Any) -> Callable[[int], TokenText]:
-    """Return a function that gives a token's text and bytes; `tokenizer` is the backend of a fast one."""
-    added = {token: content.content for token, content in tokenizer.get_added_tokens_decoder().items()}
-    by_bytes = "ByteLevel" in str(tokenizer.decoder)
-    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+def token_texts(detokenizer: Detokenizer) -> Callable[[int], TokenText]:
+    """Return a function that gives the text and bytes of a token after others."""
 
     @functools.lru_cache(maxsize=1 << 16)
     def of(token: int) -> TokenText:
-        piece = added.get(token)
-        if piece is not None:
-            return TokenText(piece, list(piece.encode()))
-        piece = tokenizer.id_to_token(token) or ""
-        if by_bytes and all(character in byte_of for character in piece):
-            content = bytes(byte_of[character] for character in piece)
-        elif one_byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):
-            content = bytes.fromhex(one_byte[1])
-        else:
-            content = piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()  # SentencePiece's space
+        content = detokenizer.token_bytes(token)
         return TokenText(content.decode(errors="replace"), list(content))
 
     return of
-
-
-def byte_characters() -> list[str]:
-    """Return byte-level BPE's character for each byte: itself if it is printable, otherwise one from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

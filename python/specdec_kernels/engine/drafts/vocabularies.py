@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..text.detokenizer import LETTERS
 from ..text.prompts import plain
 
 SPACE, BYTE_SPACE = "\u2581", "\u0120"  # what stands for a space in vocabularies of SentencePiece, and of bytes
@@ -22,16 +23,6 @@ class SharedTokens(NamedTuple):
     draft_ids: Tensor  # [K] int64, rising: columns of the draft's logits
     target_ids: Tensor  # [K] int32: the same tokens' ids in the target, all different
     fed_ids: Tensor  # [V] int32: what the draft reads for each id of the target
-
-
-def bytes_of_letters() -> dict[str, int]:
-    """Return the byte that each letter of a byte-level vocabulary stands for, as in GPT-2 (printable: themselves)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-LETTERS = bytes_of_letters()
 
 
 def texts_of(tokenizer: Any, size: int) -> dict[int, bytes | str]:
