@@ -245,7 +245,7 @@ def test_tasks_of_lm_eval_agree_with_transformers(server: Running) -> None:
         max_length=255,
         batch_size=2,
     )
-    pairs = [("def area(", "width):"), ("import os\n", "import sys\n"), ("", "def main():\n")]
+    pairs = [("def area(", "width):"), ("import os", "\nimport sys\n"), ("", "def main():\n")]
     instances = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
     for (context, continuation), (value, is_greedy) in zip(pairs, api.loglikelihood(instances), strict=True):
         whole = tokenizer()(context + continuation)["input_ids"]
