@@ -35,6 +35,7 @@ from transformers.generation.logits_process import (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -54,8 +55,9 @@ __all__ = ["NgramCandidates", "assisted", "generate", "release"]
 _ATTRIBUTE = "_specdec_engine"
 _LARGEST_BATCH = 64  # sequences that run at once, unless num_slots says otherwise
 
-# Logits processors that sampling consists of, in the order in which they apply, and their parameters.
+# Logits processors of sampling parameters, in the order in which they apply, and these parameters.
 _PROCESSORS = {
+    RepetitionPenaltyLogitsProcessor: "repetition_penalty",
     MinLengthLogitsProcessor: "min_new_tokens",
     MinNewTokensLengthLogitsProcessor: "min_new_tokens",
     TemperatureLogitsWarper: "temperature",
@@ -92,10 +94,11 @@ def generate(
     """Decode for `model.generate(..., custom_generate=hf.generate)`; the text is the model's own.
 
     Read from the generation config: max_length and max_new_tokens, min_length and min_new_tokens, end-of-sequence
-    tokens, do_sample with temperature, top_k, top_p and min_p, num_return_sequences, return_dict_in_generate (sequences
-    only). A sampled text has the model's distribution, but differs from what transformers draws with the same seed.
-    Stopping criteria are called after each token of each sequence, with that sequence only and without scores. Settings
-    of how transformers computes (use_cache, cache_implementation, an empty past_key_values) have no effect.
+    tokens, repetition_penalty, do_sample with temperature, top_k, top_p and min_p, num_return_sequences,
+    return_dict_in_generate (sequences only). A sampled text has the model's distribution, but differs from what
+    transformers draws with the same seed. Stopping criteria are called after each token of each sequence, with that
+    sequence only and without scores. Settings of how transformers computes (use_cache, cache_implementation, an empty
+    past_key_values) have no effect.
 
     Args:
         model: a module of transformers; this and the next four are given by transformers.
@@ -136,7 +139,9 @@ def generate(
     if stream_to is not None and batch != 1:
         raise ValueError(f"hf.generate: stream_to is given for {batch} sequences, expected one")
     stop = [int(t) for c in stopping_criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id]
-    sampling = _sampling_of(config.do_sample, logits_processor, stop, width, room - width)
+    sampling = _sampling_of(
+        config.do_sample, logits_processor, stop, width, room - width, [width - len(p) for p in prompts]
+    )
 
     engine = _engine_of(
         model,
@@ -361,9 +366,17 @@ def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
 
 
 def _sampling_of(
-    do_sample: bool, processors: Sequence[Any], stop: list[int], width: int, max_new_tokens: int
+    do_sample: bool,
+    processors: Sequence[Any],
+    stop: list[int],
+    width: int,
+    max_new_tokens: int,
+    padding: list[int],
 ) -> dict[str, Any]:
-    """Return SamplingParams fields for the processors that transformers made; raise ValueError for any other."""
+    """Return SamplingParams fields for the processors that transformers made; raise ValueError for any other.
+
+    `padding`: of each prompt of `width` tokens, for processors that ignore it.
+    """
     values: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0, "min_new_tokens": 0}
     order = list(_PROCESSORS)
     before = None
@@ -374,17 +387,26 @@ def _sampling_of(
         if kind not in _PROCESSORS:
             raise ValueError(
                 f"hf.generate: logits_processor has {kind.__name__}, "
-                "expected those of min_length, min_new_tokens, temperature, top_k, top_p and min_p alone"
+                "expected those of repetition_penalty, min_length, min_new_tokens, temperature, top_k, top_p and min_p "
+                "alone"
             )
         if before is not None and order.index(kind) <= order.index(before):
             raise ValueError(
                 f"hf.generate: logits_processor has {kind.__name__} after {before.__name__}, "
-                "expected each once, in the order min_length, min_new_tokens, temperature, top_k, top_p, min_p"
+                "expected each once, in the order repetition_penalty, min_length, min_new_tokens, temperature, top_k, "
+                "top_p, min_p"
             )
         before, name = kind, _PROCESSORS[kind]
         if name == "min_new_tokens":
             least = min(_min_new_tokens(processor, stop, width), max_new_tokens)
             values[name] = max(values[name], least)
+        elif isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            ignored = processor.prompt_ignore_length
+            if ignored is not None and torch.as_tensor(ignored).tolist() != padding:
+                raise ValueError(
+                    f"hf.generate: prompt_ignore_length of {kind.__name__} is {ignored}, expected the padding {padding}"
+                )
+            values[name] = processor.penalty
         elif do_sample:
             if (keep := getattr(processor, "min_tokens_to_keep", 1)) != 1:
                 raise ValueError(f"hf.generate: min_tokens_to_keep of {kind.__name__} is {keep}, expected 1")

@@ -12,8 +12,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
+    GenerationConfig,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -71,6 +73,52 @@ def test_greedy_text_is_that_of_transformers(model: Any, device: torch.device, d
         **batch, max_new_tokens=24, do_sample=False, pad_token_id=0, custom_generate=hf.generate, draft=DRAFTS[draft]()
     )
     assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("penalty", [1.05, 1.5, 0.8])
+def test_repetition_penalty_is_that_of_transformers(model: Any, device: torch.device, penalty: float) -> None:
+    """Prompt and output count, and it also applies before the end tokens that a least length rules out."""
+    texts = []
+    for prompt in (held_out("repeat")[0], held_out("code")[0]):
+        batch = batch_of([prompt], device)
+        options = {"max_new_tokens": 24, "min_new_tokens": 4, "do_sample": False, "repetition_penalty": penalty}
+        want = reference_model().generate(**{k: v.cpu() for k, v in batch.items()}, **options, pad_token_id=0)
+        got = model.generate(**batch, **options, pad_token_id=0, custom_generate=hf.generate)
+        assert torch.equal(got.cpu(), want)
+        plain = model.generate(**batch, max_new_tokens=24, do_sample=False, pad_token_id=0)
+        texts.append(torch.equal(plain, got))
+    assert penalty == 1.05 or not all(texts), "the penalty changed no text"
+
+
+def test_padding_is_not_penalized(model: Any, device: torch.device) -> None:
+    """As in transformers; the pad token may be an end token."""
+    batch = batch_of([held_out("code")[0], held_out("code")[1][:9]], device)
+    options = {
+        "max_new_tokens": 16,
+        "do_sample": False,
+        "repetition_penalty": 1.5,
+        "pad_token_id": 0,
+        "eos_token_id": 0,
+    }
+    want = reference_model().generate(**{k: v.cpu() for k, v in batch.items()}, **options)
+    assert torch.equal(model.generate(**batch, **options, custom_generate=hf.generate).cpu(), want)
+
+
+def test_generation_config_of_qwen_is_followed(model: Any, device: torch.device) -> None:
+    """The published one of Qwen2.5-Instruct, whose penalty was refused."""
+    batch = batch_of([held_out("code")[0]], device)
+    config = GenerationConfig(
+        do_sample=True,
+        repetition_penalty=1.05,
+        temperature=0.7,
+        top_p=0.8,
+        top_k=20,
+        pad_token_id=0,
+        eos_token_id=[2, 0],
+    )
+    got = model.generate(**batch, generation_config=config, max_new_tokens=12, custom_generate=hf.generate, seed=3)
+    again = model.generate(**batch, generation_config=config, max_new_tokens=12, custom_generate=hf.generate, seed=3)
+    assert got.shape[1] > batch["input_ids"].shape[1] and torch.equal(got, again)
 
 
 def test_hf_generate_leaves_model_unchanged(model: Any, device: torch.device) -> None:
@@ -255,9 +303,9 @@ def test_refuses_the_rest_by_name(model: Any) -> None:
     assert message(model, batch, num_beams=2) == (
         "hf.generate: the generation config asks for beam_search, expected greedy_search or sample"
     )
-    assert message(model, batch, repetition_penalty=1.5) == (
-        "hf.generate: logits_processor has RepetitionPenaltyLogitsProcessor, "
-        "expected those of min_length, min_new_tokens, temperature, top_k, top_p and min_p alone"
+    assert message(model, batch, no_repeat_ngram_size=3) == (
+        "hf.generate: logits_processor has NoRepeatNGramLogitsProcessor, expected those of repetition_penalty, "
+        "min_length, min_new_tokens, temperature, top_k, top_p and min_p alone"
     )
     one = batch_of([[5, 6, 7]], model.device)
     assert message(model, one, streamer=TextStreamer(tokenizer())) == (
@@ -329,7 +377,10 @@ def test_refuses_processors_that_act_in_another_way(model: Any) -> None:
 
     assert said(TemperatureLogitsWarper(0.5), temperature=0.7) == (
         "hf.generate: logits_processor has TemperatureLogitsWarper after TemperatureLogitsWarper, "
-        "expected each once, in the order min_length, min_new_tokens, temperature, top_k, top_p, min_p"
+        "expected each once, in the order repetition_penalty, min_length, min_new_tokens, temperature, top_k, top_p, min_p"
+    )
+    assert said(RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2)) == (
+        "hf.generate: prompt_ignore_length of RepetitionPenaltyLogitsProcessor is 2, expected the padding [0]"
     )
     assert " TopKLogitsWarper after TopPLogitsWarper, " in said(TopPLogitsWarper(0.5), TopKLogitsWarper(5))
     assert said(TopPLogitsWarper(0.5, min_tokens_to_keep=2)) == (
