@@ -12,10 +12,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from . import bench, chat, doctor, generate, info, serve, tune
+from . import bench, chat, check_exact, doctor, generate, info, serve, tune
 from .arguments import CommandParser
 
-COMMANDS = (generate, chat, serve, doctor, tune, bench, info)
+COMMANDS = (generate, chat, serve, check_exact, doctor, tune, bench, info)
 
 DESCRIPTION = """\
 Speculative decoding makes a large language model emit several tokens per forward pass: a cheap draft proposes a tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,18 +11,21 @@ PATIENCE_SECONDS = 2.0  # a run that is shorter shows no bar
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar with the time left, on a terminal, if the run takes longer than PATIENCE_SECONDS.
+def progress(total: int, first: str = "measuring the device") -> Iterator[Callable[[str], None]]:
+    """Show a bar with the time left, on a terminal, if rich is installed and the run is longer than PATIENCE_SECONDS.
 
     Yields a function that takes what is measured next and advances the bar by one of `total`.
     """
+    if importlib.util.find_spec("rich") is None:
+        yield lambda _: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("measuring the device", total=total)
+    task = bar.add_task(first, total=total)
     start = threading.Timer(PATIENCE_SECONDS, bar.start)
     start.daemon = True
     start.start()

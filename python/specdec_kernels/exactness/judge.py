@@ -1,0 +1,372 @@
+"""Tell apart why two servers answered a request differently: a near tie, rounding under load, or a true difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .answers import Answer, Choice, Mismatch, Token, compare, logprob_distance
+from .cases import COMPLETIONS, Case
+from .client import Failed, Refused
+from .sides import Side, common
+
+Object = dict[str, Any]
+Outcome = Answer | Refused | Failed
+NEAR_TIE, BATCH, STREAM, DIFFERENCE = "near tie", "batch rounding", "stream", "difference"
+EDITS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "response_format",
+    "regex",
+    "grammar",
+    "tools",
+    "min_tokens",
+)  # fields that change logits before a token is chosen
+REPEATS = 3  # runs of the reference under load
+NUM_TOP = 5
+SURE_CHARS = 8  # of two texts that agree by chance no longer
+LEAST_MARGIN = 1e-7
+LEAST_LOGPROB = -7.0  # of a token that is not among the most likely
+MOST_BIAS = 100.0  # times the limit, for a sampled token of small probability
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request as it was sent.
+
+    Attributes:
+        body: in no dialect.
+        stream: the server under test streams; the reference does not.
+        leaves_after: events after which the client leaves the server under test.
+        depth: draft depth that the server under test is asked for.
+    """
+
+    path: str
+    body: Object
+    stream: bool = False
+    leaves_after: int | None = None
+    depth: Any = None
+
+    def to_ours(self, side: Side) -> Answer:
+        """Ask the server under test."""
+        return side.ask(self.path, self.body, stream=self.stream, leaves_after=self.leaves_after, depth=self.depth)
+
+    def to_theirs(self, side: Side, stream: bool = False) -> Answer:
+        """Ask the reference."""
+        return side.ask(self.path, self.body, stream=stream)
+
+    def with_fields(self, **fields: Any) -> Question:
+        return replace(self, body=self.body | fields)
+
+    @property
+    def scored(self) -> Question:
+        """Return the same request with log-probabilities, to its end."""
+        fields: Object = {"logprobs": NUM_TOP}
+        if self.path != COMPLETIONS:
+            fields = {"logprobs": True, "top_logprobs": NUM_TOP}
+        return replace(self.with_fields(**fields), leaves_after=None)
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.body.get("temperature")
+
+
+@dataclass
+class Suspect:
+    """A pair of answers that differ.
+
+    Attributes:
+        neighbors: indices of cases that ran at the same time.
+    """
+
+    case: Case
+    turn: int
+    question: Question
+    ours: Answer | None
+    theirs: Answer | None
+    mismatches: list[Mismatch]
+    neighbors: tuple[int, ...] = ()
+
+
+@dataclass
+class Finding:
+    """A suspect and its cause.
+
+    Attributes:
+        kind: NEAR_TIE, BATCH (the reference differs from itself), STREAM (the reference's own streams differ from its
+            whole answers) or DIFFERENCE.
+        evidence: what decided.
+        margin: between the logits of both tokens, or the bias that reverses the choice, at most.
+        reproduces: "alone", "under load" or "not again"; of a difference.
+        smallest: the smallest request that differs, if it does so alone.
+        smallest_neighbors: requests that have to run next to it otherwise.
+    """
+
+    suspect: Suspect
+    kind: str
+    evidence: str
+    margin: float | None = None
+    reproduces: str | None = None
+    smallest: Question | None = None
+    smallest_neighbors: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why two texts part: a kind of `Finding`, what decided, the margin, and whether rounding explains it."""
+
+    kind: str
+    evidence: str
+    margin: float | None = None
+    is_rounding: bool = True
+
+
+@dataclass
+class Judge:
+    """Asks both servers again.
+
+    Attributes:
+        limit: the largest margin that rounding explains, and tolerance of log-probabilities.
+        usable: features that both servers know.
+        neighbors: questions by the index of their case.
+    """
+
+    ours: Side
+    theirs: Side
+    limit: float
+    usable: set[str]
+    neighbors: dict[int, Question] = field(default_factory=dict)
+
+    def judge(self, suspect: Suspect) -> Finding:
+        """Return the cause of a difference."""
+        first = suspect.mismatches[0]
+        why = "no margin and no repeated run of the reference explains it"
+        if first.is_of_text and suspect.ours is not None and suspect.theirs is not None:
+            choices = sorted({one.choice for one in suspect.mismatches if one.choice is not None})
+            causes = [self.cause_of_text(suspect, choice) for choice in choices]
+            unexplained = next((cause for cause in causes if not cause.is_rounding), None)
+            if unexplained is None:
+                largest = max(causes, key=lambda cause: cause.margin or 0.0)
+                return Finding(suspect, largest.kind, largest.evidence, largest.margin)
+            why = unexplained.evidence
+        elif "logprobs" in first.field and (evidence := self.rounding_of_logprobs(suspect)):
+            return Finding(suspect, BATCH, evidence)
+        if (evidence := self.stream_of_reference(suspect)) is not None:
+            return Finding(suspect, STREAM, evidence, reproduces="alone")
+        return Finding(suspect, DIFFERENCE, why)
+
+    # --- differences of the text
+
+    def cause_of_text(self, suspect: Suspect, index: int) -> Cause:
+        """Return why the texts of a choice part."""
+        assert suspect.ours is not None and suspect.theirs is not None
+        cause = self.cause_by_margin(suspect.question, suspect.ours, suspect.theirs, index)
+        return cause or self.cause_by_load(suspect, index)
+
+    def cause_by_margin(self, question: Question, ours: Answer, theirs: Answer, index: int) -> Cause | None:
+        """Return why the texts of a choice part, by the margin of the tokens there; None: no margin is known."""
+        a, b = ours.choices[index], theirs.choices[index]
+        scored = b if has_tops(b) else self._scored(question, self.theirs, index)
+        if scored is None or common_length(scored.said(), b.said()) < common_length(a.said(), b.said()):
+            return None
+        kind, target, rest = NEAR_TIE, a, b
+        if agrees_longer(scored, a, b):  # the reference, asked again, writes the server's text
+            kind, target, rest = BATCH, b, a
+        place = self._place(question, index, target, rest, scored)
+        if place is None:
+            return None
+        chosen, text, other = place
+        names = f"{chosen.text!r} and {text!r}"
+        if question.is_greedy and self._scores_choice(question):
+            values = list(chosen.top.values())
+            best = max([*values, *([] if chosen.logprob is None else [chosen.logprob])])
+            if text in chosen.top:
+                margin = best - chosen.top[text]
+                if other is not None and other.logprob is not None and chosen.text in other.top:
+                    margin = max(margin, other.logprob - other.top[chosen.text])
+                return Cause(kind, f"log-probabilities of {names}", margin, margin <= self.limit)
+            if values and best - min(values) > self.limit:
+                least = best - min(values)
+                return Cause(DIFFERENCE, f"{text!r} is not among the most likely tokens", least, is_rounding=False)
+        strength = self.limit
+        if not question.is_greedy:  # a bias moves a draw's interval by its probability only
+            p = math.exp(chosen.top.get(text, LEAST_LOGPROB))
+            strength *= min(MOST_BIAS, max(1.0, 1 / (4 * p * (1 - p) + 1e-9)))
+        found = self._margin_by_bias(question, index, (target, rest), (text, chosen.text), strength)
+        return None if found is None else Cause(kind, f"a bias of {names} reverses the choice", found)
+
+    def _scores_choice(self, question: Question) -> bool:
+        """Return whether log-probabilities are those that the choice was made by."""
+        return self.theirs.dialect == "specdec" or not any(name in question.body for name in EDITS)
+
+    def _scored(self, question: Question, side: Side, index: int) -> Choice | None:
+        """Return a choice of the request asked alone, with log-probabilities."""
+        if "logprobs" not in self.usable:
+            return None
+        scored = question.scored
+        answer = attempt(lambda: scored.to_ours(side) if side is self.ours else scored.to_theirs(side))
+        return answer.choices[index] if isinstance(answer, Answer) and index < len(answer.choices) else None
+
+    def _place(
+        self, question: Question, index: int, a: Choice, b: Choice, scored: Choice
+    ) -> tuple[Token, str, Token | None] | None:
+        """Return the reference's token where the texts part, and the text of that of `a` there, with its scores."""
+        other: Choice | None = a if a.tokens else self._scored(question, self.ours, index)
+        if other is not None and not other.said().startswith(a.said()):
+            other = None
+        if other is not None:
+            at = len(common(other.tokens, scored.tokens))
+            if at < min(len(other.tokens), len(scored.tokens)):
+                return scored.tokens[at], other.tokens[at].text, other.tokens[at]
+            return None
+        if a.calls or b.calls or a.reasoning or b.reasoning:
+            return None  # their tokens are not all of the text
+        parts_at, begin = common_length(a.text, b.text), 0
+        for token in scored.tokens:
+            if begin + len(token.text) > parts_at:
+                follows = [text for text in token.top if text and a.text.startswith(text, begin)]
+                return (token, max(follows, key=len), None) if follows else None
+            begin += len(token.text)
+        return None
+
+    def _margin_by_bias(
+        self, question: Question, index: int, choices: tuple[Choice, Choice], texts: tuple[str, str], strength: float
+    ) -> float | None:
+        """Return the least bias tried that makes the reference write the first choice; None: not even `strength` does.
+
+        `texts` are those of the tokens with which the choices part.
+        """
+        if "logit_bias" not in self.usable:
+            return None
+        given = question.body.get("logit_bias", {})
+        for text, sign in zip(texts, (1, -1), strict=True):
+            token = self.theirs.token_id(text)
+            if token is None:
+                continue
+
+            def reverses(size: float, token: int = token, sign: int = sign) -> bool:
+                bias = given | {str(token): given.get(str(token), 0) + sign * size}
+                answer = attempt(lambda: question.with_fields(logit_bias=bias).to_theirs(self.theirs))
+                return isinstance(answer, Answer) and agrees_longer(answer.choices[index], *choices, len(texts[0]))
+
+            if reverses(strength):
+                while strength > LEAST_MARGIN and reverses(strength / 10):
+                    strength /= 10
+                return strength
+        return None
+
+    # --- repeated runs
+
+    def cause_by_load(self, suspect: Suspect, index: int) -> Cause:
+        """Return BATCH if the reference under load writes what the server wrote, else DIFFERENCE."""
+        assert suspect.ours is not None and suspect.theirs is not None
+        a, b = suspect.ours.choices[index], suspect.theirs.choices[index]
+        for answer in self.under_load(suspect):
+            if agrees_longer(answer.choices[index], a, b):
+                return Cause(BATCH, "the reference under load writes what the server wrote")
+        evidence = "no margin and no repeated run of the reference explains it"
+        return Cause(DIFFERENCE, evidence, is_rounding=False)
+
+    def under_load(self, suspect: Suspect) -> Iterator[Answer]:
+        """Ask the reference several times, each time with the requests that ran at the same time before."""
+        for _ in range(REPEATS):
+            outcome = self.loaded(suspect.question, suspect.neighbors, self.theirs)
+            if isinstance(outcome, Answer):
+                yield outcome
+
+    def loaded(self, question: Question, neighbors: Sequence[int], side: Side) -> Outcome:
+        """Ask one server together with neighbors."""
+        others = [self.neighbors[index] for index in neighbors if index in self.neighbors]
+
+        def ask(one: Question) -> Outcome:
+            return attempt(lambda: one.to_ours(side) if side is self.ours else one.to_theirs(side))
+
+        if not others:
+            return ask(question)
+        with ThreadPoolExecutor(len(others) + 1) as clients:
+            return list(clients.map(ask, [*others, question]))[-1]
+
+    def rounding_of_logprobs(self, suspect: Suspect) -> str | None:
+        """Return evidence if log-probabilities of the reference differ among its runs as they do from the server's."""
+        assert suspect.ours is not None and suspect.theirs is not None
+        first = suspect.mismatches[0]
+        assert first.choice is not None
+        at = first.ours["token"]
+        a, b = (answer.choices[first.choice].tokens[at] for answer in (suspect.ours, suspect.theirs))
+        apart = logprob_distance(a, b)
+        for answer in self.under_load(suspect):
+            tokens = answer.choices[first.choice].tokens
+            if at < len(tokens) and tokens[at].text == b.text and 2 * logprob_distance(tokens[at], b) >= apart:
+                return "log-probabilities of the reference differ as much between its own runs"
+        return None
+
+    def stream_of_reference(self, suspect: Suspect) -> str | None:
+        """Return evidence if the reference streams what the server streamed, and answers something else as a whole."""
+        question = suspect.question
+        if not question.stream or suspect.ours is None or suspect.ours.is_partial:
+            return None
+        streamed = attempt(lambda: question.to_theirs(self.theirs, stream=True))
+        whole = attempt(lambda: question.to_theirs(self.theirs))
+        if isinstance(streamed, Exception) or isinstance(whole, Exception):
+            return None
+        if compare(streamed, suspect.ours, self.limit) or not compare(streamed, whole, self.limit):
+            return None
+        return "the reference's stream equals the server's, and differs from the reference's whole answer"
+
+    # --- whether it happens again
+
+    def differs(self, question: Question, neighbors: Sequence[int] = (), *, near_ties: bool = False) -> list[Mismatch]:
+        """Ask the reference, and the server with neighbors; return what differs, `near_ties` also by a near tie."""
+        ours = self.loaded(question, neighbors, self.ours)
+        theirs = attempt(lambda: question.to_theirs(self.theirs))
+        mismatches = mismatches_of(ours, theirs, self.limit)
+        if near_ties or isinstance(ours, Exception) or isinstance(theirs, Exception):
+            return mismatches
+        if not mismatches or not mismatches[0].is_of_text:
+            return mismatches
+        for one in mismatches:
+            cause = None if one.choice is None else self.cause_by_margin(question, ours, theirs, one.choice)
+            if cause is None or not cause.is_rounding:
+                return mismatches
+        return []
+
+
+def attempt(ask: Callable[[], Answer]) -> Outcome:
+    """Return an answer, or why there is none."""
+    try:
+        return ask()
+    except (Refused, Failed) as error:
+        return error
+
+
+def mismatches_of(ours: Outcome, theirs: Outcome, tolerance: float) -> list[Mismatch]:
+    """Return what differs between two outcomes; nothing if neither is an answer."""
+    if isinstance(ours, Exception) and isinstance(theirs, Exception):
+        return []
+    if isinstance(ours, Exception) or isinstance(theirs, Exception):
+        outcomes = (ours, theirs)
+        name = "refusal" if any(isinstance(one, Refused) for one in outcomes) else "error"
+        return [Mismatch(name, None, *(str(one) if isinstance(one, Exception) else None for one in outcomes))]
+    return compare(ours, theirs, tolerance)
+
+
+def has_tops(choice: Choice) -> bool:
+    return bool(choice.tokens) and all(len(token.top) > 1 for token in choice.tokens[1:] or choice.tokens)
+
+
+def agrees_longer(candidate: Choice, a: Choice, b: Choice, chars: int = SURE_CHARS) -> bool:
+    """Return whether a third text agrees with `a` for some characters beyond the place where `a` and `b` part."""
+    text, parts_at = a.said(), common_length(a.said(), b.said())
+    if len(text) <= parts_at:  # `a` is the beginning of `b`
+        return candidate.said() == text and candidate.finish_reason == a.finish_reason
+    return candidate.said().startswith(text[: parts_at + chars])
+
+
+def common_length(a: str, b: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))

@@ -1,0 +1,159 @@
+"""The check finds every defect of a proxy in front of a real server, names its request, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_kernels.engine import Eagle3, Engine
+from specdec_kernels.exactness import DIFFERENCE, NEAR_TIE, Endpoint, Options, Result, Run, Side, as_json, open_side
+from specdec_kernels.exactness.answers import Answer
+from specdec_kernels.exactness.cases import BOTH, COMPLETIONS, FEATURES, Case, make_case
+from specdec_kernels.exactness.check import Limits
+from specdec_kernels.exactness.sides import measured_limits
+from specdec_kernels.tiny import tiny_model
+from support.defective_proxy import DEFECTS, proxied
+from support.server_thread import Running, serving
+
+PAIRS = 5000
+SEED = 1
+USED = {"stream", "seeded", "stop", "logprobs", "short", "named tool", "draft depth", "logit_bias"}
+OFF = {"speculation": "off"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    draft = Eagle3(tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=16)
+    engine = Engine(
+        tiny_model("target"),
+        draft=draft,
+        max_len=256,
+        num_slots=8,
+        page_size=4,
+        num_pages=800,
+        dtype=torch.float32,
+        device="cpu",
+        adaptive=False,
+        grammars=True,
+        prefix_cache=True,
+    )
+    with serving(engine, max_queued=100) as running:
+        yield running
+
+
+def url_of(server: Running) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+def side(url: str, **fields: Any) -> Side:
+    return open_side(Endpoint(url, fields=fields), None, "auto")
+
+
+def check(server: Running, url: str | None = None, **options: Any) -> Result:
+    """Compare the server with itself without speculation."""
+    given = {"seed": SEED, "max_tokens": 16, "shrink": 1} | options
+    return Run(side(url or url_of(server)), side(url_of(server), **OFF), Options(**given)).run()
+
+
+def test_answers_with_and_without_speculation_are_equal(server: Running) -> None:
+    before = server.engine.stats()
+    result = check(server, requests=24)
+    stats = server.engine.stats() - before
+    assert result.is_exact, as_json(result, side(url_of(server)), side(url_of(server)), Options(), "", "")[
+        "differences"
+    ]
+    assert result.pairs >= 24 and result.limit == 1e-3 and len(result.of_kind(NEAR_TIE)) <= 1
+    assert stats.prefix_hits > 0
+
+
+@pytest.mark.exhaustive
+def test_answers_of_5000_requests_are_equal(server: Running) -> None:
+    result = check(server, requests=int(os.environ.get("SPECDEC_PAIRS", PAIRS)), max_tokens=24)
+    assert result.is_exact and len(result.of_kind(NEAR_TIE)) <= result.texts / 200
+
+
+# --- defects of a server
+
+
+class Finder:
+    """Finds requests on which a defect shows."""
+
+    def __init__(self, server: Running) -> None:
+        self.side = side(url_of(server), **OFF)
+        guess = Limits(256, 16, {}, 1500)
+        self.limits = measured_limits(self.side, guess, COMPLETIONS)
+        self.taken: set[int] = set()
+
+    def find(self, accepts: Callable[[Case], bool]) -> Case:
+        for index in range(4000):
+            case = make_case(SEED, index, self.limits, {*USED, *BOTH})
+            if index not in self.taken and not case.turns and accepts(case):
+                self.taken.add(index)
+                return case
+        raise AssertionError("no such request")
+
+    def ask(self, case: Case, **fields: Any) -> Answer:
+        return self.side.ask(case.path, {key: v for key, v in (case.body | fields).items() if v is not None})
+
+    def plain(self, case: Case, *features: str) -> bool:
+        """Return whether a case is a completion with these features, and no others that get in the way."""
+        return set(case.features) <= {"completion", "stream", *features} and set(features) <= set(case.features)
+
+    def of_each_defect(self) -> dict[str, Case]:
+        def text(case: Case) -> str:
+            return self.ask(case).choices[0].text
+
+        return {
+            "swapped token": self.find(lambda case: self.plain(case) and not case.stream and len(text(case)) > 9),
+            "lost last chunk": self.find(lambda case: self.plain(case, "stream") and len(text(case)) > 9),
+            "lost space": self.find(lambda case: self.plain(case) and not case.stream and " " in text(case).strip()),
+            "logprob": self.find(
+                lambda case: self.plain(case, "logprobs") and not case.stream and case.body["max_tokens"] > 4
+            ),
+            "missed stop": self.find(
+                lambda case: self.plain(case, "stop") and text(case) != self.ask(case, stop=None).choices[0].text
+            ),
+            "tool argument": self.find(
+                lambda case: (
+                    {"named tool"} <= {*case.features} <= {"chat", "named tool", "draft depth"}
+                    and any(
+                        c.isdigit() and c != "8" for c in next(iter(self.ask(case).choices[0].calls), ("", ""))[1][:12]
+                    )
+                )
+            ),
+            "wrong seed": self.find(
+                lambda case: (
+                    self.plain(case, "seeded")
+                    and text(case) != self.ask(case, seed=case.body["seed"] + 1).choices[0].text
+                )
+            ),
+            "leaked prefix": self.find(lambda case: self.plain(case, "short") and isinstance(case.body["prompt"], str)),
+        }
+
+
+FIELDS = {"logprob": "logprobs", "tool argument": "tool_calls"}
+
+
+def test_every_defect_is_found_and_its_request_named(server: Running) -> None:
+    found = Finder(server)
+    cases = found.of_each_defect()
+    others = [found.find(lambda case: case.path == COMPLETIONS).index for _ in range(12)]
+    with proxied(server.port) as proxy:
+        proxy.defects = {case.body["seed"]: DEFECTS[name] for name, case in cases.items()}
+        indices = sorted([*others, *(case.index for case in cases.values())])
+        result = check(server, proxy.url, only=indices, skip={*FEATURES} - USED)
+    findings = {finding.suspect.case.index: finding for finding in result.of_kind(DIFFERENCE)}
+    assert {case.index: name for name, case in cases.items()} == {
+        index: next(name for name, case in cases.items() if case.index == index) for index in findings
+    }
+    assert len(result.findings) == len(cases) and not result.is_exact
+    for name, case in cases.items():
+        finding = findings[case.index]
+        assert finding.suspect.mismatches[0].field == FIELDS.get(name, "text"), name
+        assert finding.reproduces == ("under load" if name == "leaked prefix" else "alone"), name
+    smallest = [finding.smallest for finding in result.of_kind(DIFFERENCE)]
+    assert all(smallest) and len(smallest[0].body["prompt"]) == 1 and smallest[0].body["max_tokens"] == 1
