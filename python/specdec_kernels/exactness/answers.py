@@ -130,7 +130,8 @@ class StreamParser:
         return self._answer(is_partial=not self._is_done)
 
     def _answer(self, is_partial: bool) -> Answer:
-        return Answer([self._choices[index] for index in sorted(self._choices)], self._usage, is_partial)
+        indices = range(max(self._choices, default=-1) + 1)  # of a partial answer, some have not begun
+        return Answer([self._choices.get(index, Choice()) for index in indices], self._usage, is_partial)
 
 
 def add_part(choice: Choice, given: dict[str, Any], message: dict[str, Any]) -> None:

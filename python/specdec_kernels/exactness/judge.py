@@ -30,9 +30,9 @@ EDITS = (
 REPEATS = 3  # runs of the reference under load
 NUM_TOP = 5
 SURE_CHARS = 8  # of two texts that agree by chance no longer
-LEAST_MARGIN = 1e-7
-LEAST_LOGPROB = -7.0  # of a token that is not among the most likely
-MOST_BIAS = 100.0  # times the limit, for a sampled token of small probability
+SCALES = (1e-4, 1e-3, 1e-2, 0.1, 1.0)  # of the limit, tried as margins
+LEAST_LOGPROB = -10.0  # of a token that is not among the most likely
+MOST_BIAS = 20.0
 
 
 @dataclass(frozen=True)
@@ -181,23 +181,22 @@ class Judge:
         if place is None:
             return None
         chosen, text, other = place
-        names = f"{chosen.text!r} and {text!r}"
+        names = f"{chosen.text!r}" if text is None else f"{chosen.text!r} and {text!r}"
         if question.is_greedy and self._scores_choice(question):
             values = list(chosen.top.values())
             best = max([*values, *([] if chosen.logprob is None else [chosen.logprob])])
-            if text in chosen.top:
+            if text is not None and text in chosen.top:
                 margin = best - chosen.top[text]
                 if other is not None and other.logprob is not None and chosen.text in other.top:
                     margin = max(margin, other.logprob - other.top[chosen.text])
                 return Cause(kind, f"log-probabilities of {names}", margin, margin <= self.limit)
             if values and best - min(values) > self.limit:
                 least = best - min(values)
-                return Cause(DIFFERENCE, f"{text!r} is not among the most likely tokens", least, is_rounding=False)
-        strength = self.limit
-        if not question.is_greedy:  # a bias moves a draw's interval by its probability only
-            p = math.exp(chosen.top.get(text, LEAST_LOGPROB))
-            strength *= min(MOST_BIAS, max(1.0, 1 / (4 * p * (1 - p) + 1e-9)))
-        found = self._margin_by_bias(question, index, (target, rest), (text, chosen.text), strength)
+                evidence = "the server's token is not among the reference's most likely ones"
+                return Cause(DIFFERENCE, evidence, least, is_rounding=False)
+        tokens = [] if text is None else [(text, chosen.top.get(text, LEAST_LOGPROB), 1)]
+        tokens.append((chosen.text, chosen.logprob or 0.0, -1))
+        found = self._margin_by_bias(question, index, (target, rest), tokens)
         return None if found is None else Cause(kind, f"a bias of {names} reverses the choice", found)
 
     def _scores_choice(self, question: Question) -> bool:
@@ -214,8 +213,11 @@ class Judge:
 
     def _place(
         self, question: Question, index: int, a: Choice, b: Choice, scored: Choice
-    ) -> tuple[Token, str, Token | None] | None:
-        """Return the reference's token where the texts part, and the text of that of `a` there, with its scores."""
+    ) -> tuple[Token, str | None, Token | None] | None:
+        """Return the reference's token where the texts part, and the text of that of `a` there, with its scores.
+
+        The text is None if only characters of `a` are known, and none of the reference's most likely tokens fits.
+        """
         other: Choice | None = a if a.tokens else self._scored(question, self.ours, index)
         if other is not None and not other.said().startswith(a.said()):
             other = None
@@ -230,34 +232,38 @@ class Judge:
         for token in scored.tokens:
             if begin + len(token.text) > parts_at:
                 follows = [text for text in token.top if text and a.text.startswith(text, begin)]
-                return (token, max(follows, key=len), None) if follows else None
+                return token, max(follows, key=len, default=None), None
             begin += len(token.text)
         return None
 
     def _margin_by_bias(
-        self, question: Question, index: int, choices: tuple[Choice, Choice], texts: tuple[str, str], strength: float
+        self,
+        question: Question,
+        index: int,
+        choices: tuple[Choice, Choice],
+        tokens: Sequence[tuple[str, float, int]],
     ) -> float | None:
-        """Return the least bias tried that makes the reference write the first choice; None: not even `strength` does.
+        """Return the least margin tried at which a bias makes the reference write the first choice; None: none does.
 
-        `texts` are those of the tokens with which the choices part.
+        Args:
+            question: what to ask, with the bias.
+            index: of the choice.
+            choices: what the reference shall write, and what it writes.
+            tokens: text and log-probability of tokens with which they part, and 1 to favor it, -1 to disfavor it.
         """
         if "logit_bias" not in self.usable:
             return None
         given = question.body.get("logit_bias", {})
-        for text, sign in zip(texts, (1, -1), strict=True):
-            token = self.theirs.token_id(text)
-            if token is None:
-                continue
-
-            def reverses(size: float, token: int = token, sign: int = sign) -> bool:
+        known = [(token, p, sign) for text, p, sign in tokens if (token := self.theirs.token_id(text)) is not None]
+        chars = len(tokens[0][0]) if tokens[0][2] > 0 else SURE_CHARS
+        for margin in (self.limit * scale for scale in SCALES):
+            for token, logprob, sign in known:
+                size = margin if question.is_greedy else bias_of_draw(margin / 4, math.exp(logprob), sign)
                 bias = given | {str(token): given.get(str(token), 0) + sign * size}
-                answer = attempt(lambda: question.with_fields(logit_bias=bias).to_theirs(self.theirs))
-                return isinstance(answer, Answer) and agrees_longer(answer.choices[index], *choices, len(texts[0]))
-
-            if reverses(strength):
-                while strength > LEAST_MARGIN and reverses(strength / 10):
-                    strength /= 10
-                return strength
+                asked = question.with_fields(logit_bias=bias)
+                answer = attempt(lambda asked=asked: asked.to_theirs(self.theirs))  # type: ignore[misc]
+                if isinstance(answer, Answer) and agrees_longer(answer.choices[index], *choices, chars):
+                    return margin
         return None
 
     # --- repeated runs
@@ -365,6 +371,13 @@ def agrees_longer(candidate: Choice, a: Choice, b: Choice, chars: int = SURE_CHA
     if len(text) <= parts_at:  # `a` is the beginning of `b`
         return candidate.said() == text and candidate.finish_reason == a.finish_reason
     return candidate.said().startswith(text[: parts_at + chars])
+
+
+def bias_of_draw(shift: float, p: float, sign: int) -> float:
+    """Return the bias that moves a token's probability by about `shift`, up or down, at most to 0."""
+    if sign > 0:
+        return min(math.log1p(shift / p), MOST_BIAS)
+    return -math.log1p(-shift / p) if shift < p * (1 - math.exp(-MOST_BIAS)) else MOST_BIAS
 
 
 def common_length(a: str, b: str) -> int:
