@@ -16,7 +16,8 @@ from support.server_thread import Running
 def scripted(running: Running, *texts: str) -> Iterator[list[list[int]]]:
     """Let the next requests of a server with grammars generate these texts; yield the prompts that they have."""
     tasks = running.app.state.server.tasks
-    left, prompts, submit = list(texts), [], tasks.submit_tokens
+    left, submit = list(texts), tasks.submit_tokens
+    prompts: list[list[int]] = []
 
     def submit_scripted(token_lists: Sequence[list[int]], params: Sequence[SamplingParams], **options: Any) -> Any:
         if params[0].constraint[0]:

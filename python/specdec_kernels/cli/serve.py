@@ -76,6 +76,16 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="longest prompt of a request (default: what the context holds)",
     )
+    parser.add_argument(
+        "--max-stored-responses",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="responses of /v1/responses that are kept for later requests; 0: none (1024)",
+    )
+    parser.add_argument(
+        "--max-stored-bytes", type=int, default=64 << 20, metavar="N", help="size of these responses (67108864)"
+    )
     parser.add_argument("--max-n", type=int, default=128, metavar="N", help="choices of a request at most (128)")
     parser.add_argument(
         "--max-grammar-seconds",
@@ -123,6 +133,8 @@ def serve(args: argparse.Namespace) -> int:
         ("max_prompt_tokens", 1),
         ("max_grammar_seconds", 0.01),
         ("drain_seconds", 0),
+        ("max_stored_responses", 0),
+        ("max_stored_bytes", 0),
     ):
         if (value := getattr(args, name)) is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least {low}")
@@ -155,6 +167,8 @@ def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> S
         max_prompt_tokens=args.max_prompt_tokens,
         max_n=args.max_n,
         max_grammar_seconds=args.max_grammar_seconds,
+        max_stored_responses=args.max_stored_responses,
+        max_stored_bytes=args.max_stored_bytes,
     )
 
 

@@ -40,7 +40,8 @@ from .protocol import (
     validate,
     without_folders,
 )
-from .responses import ResponseBuilder, event
+from .responses import Answer, ResponseBuilder, event
+from .responses_api import ResponsesApi
 from .text import token_texts
 
 PAGE = Path(__file__).with_name("page.html")
@@ -86,12 +87,17 @@ class Server:
     async def _generate(self, request: Request, read: Reader, *, is_chat: bool) -> Response:
         arrival = time.perf_counter()
         # In a thread: the texts of a prediction or of stop strings are tokenized.
-        parsed = await asyncio.to_thread(read, await self._body(request), self.settings, self.engine)
+        parsed = await asyncio.to_thread(read, await self.body(request), self.settings, self.engine)
+        builder = await self.start(request, parsed, arrival, is_chat=is_chat)
+        return await self.answer(request, builder, parsed.stream)
+
+    async def start(self, request: Request, parsed: ParsedRequest, arrival: float, *, is_chat: bool) -> ResponseBuilder:
+        """Submit a request to the engine, and return the builder of its response."""
         with self._reserved(parsed.num_prompts * parsed.params.n):  # before a million prompts are tokenized
             token_lists = await self._unless_gone(request, self._prepare(parsed))
             parsed.check_scores(token_lists)
             requests = self._submit(parsed, token_lists, arrival)
-        builder = ResponseBuilder(
+        return ResponseBuilder(
             parsed,
             requests,
             is_chat=is_chat,
@@ -101,10 +107,13 @@ class Server:
             parser=self._parsers(parsed, token_lists[0]) if is_chat else None,
             on_first=lambda: self.metrics.first_token.observe(time.perf_counter() - arrival),
         )
-        if parsed.stream:
-            return EventStream(builder)
-        async with cancelled_on_disconnect(request.receive, requests):
-            return JSONResponse(await builder.whole())
+
+    async def answer(self, request: Request, answer: Answer, stream: bool) -> Response:
+        """Return the HTTP response of an answer, whole or a stream."""
+        if stream:
+            return EventStream(answer)
+        async with cancelled_on_disconnect(request.receive, answer.requests):
+            return JSONResponse(await answer.whole())
 
     def _parsers(self, parsed: ParsedRequest, prompt: list[int]) -> Callable[[], Parser] | None:
         """Return what creates the parser of each answer to a conversation; None: answers are text."""
@@ -199,7 +208,7 @@ class Server:
     # --- other endpoints
 
     async def tokenize(self, request: Request) -> Response:
-        tokens = await asyncio.to_thread(self._tokenize, await self._body(request))
+        tokens = await asyncio.to_thread(self._tokenize, await self.body(request))
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.engine.config.max_len})
 
     def _tokenize(self, body: Object) -> list[int]:
@@ -213,7 +222,7 @@ class Server:
         return prompts.tokenize(self.engine)[0]
 
     async def detokenize(self, request: Request) -> Response:
-        return JSONResponse({"prompt": await asyncio.to_thread(self._detokenize, await self._body(request))})
+        return JSONResponse({"prompt": await asyncio.to_thread(self._detokenize, await self.body(request))})
 
     def _detokenize(self, body: Object) -> str:
         tokens = validate(DetokenizeBody, body, self.settings).tokens
@@ -227,11 +236,11 @@ class Server:
         return text
 
     async def models(self, request: Request) -> Response:
-        self._check_key(request)
+        self.check_key(request)
         return JSONResponse({"object": "list", "data": [self._model]})
 
     async def model(self, request: Request) -> Response:
-        self._check_key(request)
+        self.check_key(request)
         check_model(request.path_params["model"], self.settings)
         return JSONResponse(self._model)
 
@@ -250,7 +259,7 @@ class Server:
 
     async def server_info(self, request: Request) -> Response:
         """Return the fields that SGLang's benchmark reads."""
-        self._check_key(request)
+        self.check_key(request)
         state = {"avg_spec_accept_length": self.metrics.totals.accept_length}
         return JSONResponse({"model_path": self.settings.model_name, "internal_states": [state]})
 
@@ -262,7 +271,7 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
-        self._check_key(request)
+        self.check_key(request)
         with unavailable_as_503():
             await asyncio.to_thread(self.engine.clear_cache)
         return JSONResponse({"status": "ok"})
@@ -275,7 +284,7 @@ class Server:
 
     # --- authorization and limits
 
-    def _check_key(self, request: Request) -> None:
+    def check_key(self, request: Request) -> None:
         key = self.settings.api_key
         if key is None:
             return
@@ -285,8 +294,8 @@ class Server:
             headers = {"WWW-Authenticate": "Bearer"}
             raise RequestError(message, status=401, code="invalid_api_key", headers=headers)
 
-    async def _body(self, request: Request) -> Object:
-        self._check_key(request)
+    async def body(self, request: Request) -> Object:
+        self.check_key(request)
         most = self.settings.max_body_bytes
         length = request.headers.get("content-length", "")
         parts: list[bytes] = []
@@ -342,13 +351,13 @@ def unavailable_as_503() -> Iterator[None]:
 class EventStream(Response):
     """A stream of a response's events. A failure before the first event has its own status code."""
 
-    def __init__(self, builder: ResponseBuilder) -> None:
+    def __init__(self, answer: Answer) -> None:
         self.background = None
-        self._builder = builder
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events = self._builder.events()
-        async with cancelled_on_disconnect(receive, self._builder.requests), aclosing(events):  # type: ignore[type-var]
+        events = self._answer.events()
+        async with cancelled_on_disconnect(receive, self._answer.requests), aclosing(events):  # type: ignore[type-var]
             try:
                 first = await anext(events)
             except RequestError as error:
@@ -399,11 +408,15 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
         ValueError: the engine has no fast tokenizer.
     """
     server = Server(tasks, settings)
+    responses = ResponsesApi(server)
     app = FastAPI(title="specdec_kernels", docs_url=None, redoc_url=None, openapi_url=None)
     paths: dict[str, tuple[str, Endpoint]] = {
         "/": ("GET", server.page),
         "/v1/chat/completions": ("POST", server.chat),
         "/v1/completions": ("POST", server.complete),
+        "/v1/responses": ("POST", responses.create),
+        "/v1/responses/{response_id}/cancel": ("POST", responses.cancel),
+        "/v1/responses/{response_id}/input_items": ("GET", responses.input_items),
         "/v1/models": ("GET", server.models),
         "/v1/models/{model:path}": ("GET", server.model),  # ids of the hub have a slash
         "/version": ("GET", server.version),
@@ -417,6 +430,8 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
     }
     for path, (method, endpoint) in paths.items():
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    for method, endpoint in (("GET", responses.retrieve), ("DELETE", responses.delete)):
+        app.add_api_route("/v1/responses/{response_id}", endpoint, methods=[method], response_model=None)
 
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)

@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ..engine import AsyncRequest, GenerationError, NewTokens, TokenLogprob, merge_streams
 from ..engine.text.detokenizer import Detokenizer
@@ -18,6 +18,23 @@ from .protocol import ParsedRequest, RequestError
 from .text import Piece, TextStream, TokenEnds, TokenText
 
 DONE = b"data: [DONE]\n\n"
+
+
+class Answer(Protocol):
+    """The answer to an HTTP request, which is generated."""
+
+    @property
+    def requests(self) -> Sequence[AsyncRequest]:
+        """The engine's requests."""
+        ...
+
+    async def whole(self) -> dict[str, Any]:
+        """Wait for the end, and return the body; RequestError if there is none."""
+        ...
+
+    def events(self) -> AsyncIterator[bytes]:
+        """Yield the server-sent events of a stream."""
+        ...
 
 
 class Choice:
@@ -146,10 +163,10 @@ class ResponseBuilder:
         self._detokenizer = detokenizer
         self._echoes: dict[int, EchoedPrompt] = {}  # by choice
         self._prompt_logprobs: dict[int, list[Any]] = {}
-        self._on_first = on_first
+        self._on_first, self.model = on_first, model
         self._num_tokens = 0  # received so far
         by_rounds = parsed.options.include_rounds and parsed.stream
-        self._choices = [
+        self.choices = [
             Choice(request, detokenizer, parser and parser(), by_rounds, parsed.generates) for request in requests
         ]
         self._head = {
@@ -161,9 +178,9 @@ class ResponseBuilder:
 
     async def whole(self) -> dict[str, Any]:
         """Wait for all choices, and return the response object."""
-        async for _ in self._chunks():
+        async for _ in self.chunks():
             pass
-        indices = range(len(self._choices))
+        indices = range(len(self.choices))
         for index in indices if self.parsed.shows_prompts else ():
             await asyncio.to_thread(self._read_prompt, index)  # a long one takes a while
         whole = self._head | {"choices": [self._whole(index) for index in indices], "usage": self.usage}
@@ -177,14 +194,14 @@ class ResponseBuilder:
         head: dict[str, Any] = self._head | ({"object": "chat.completion.chunk"} if self._is_chat else {})
         known = as_json(head)[1:-1]  # members of every event, encoded once
         usage: dict[str, Any] = {"usage": None} if self.parsed.options.include_usage else {}
-        async for new in self._chunks():
+        async for new in self.chunks():
             index = self._index_of(new)
             if self.parsed.echo and index not in begun:
                 begun.add(index)
                 await asyncio.to_thread(self._read_prompt, index)
                 part = {"index": index, **self._echoes[index].before("", None), "finish_reason": None}
                 yield event({"choices": [part], **usage}, known)
-            for part in self._deltas(self._choices[index], new):
+            for part in self._deltas(self.choices[index], new):
                 if self._is_chat and index not in begun:
                     begun.add(index)
                     part["delta"] = {"role": "assistant", "content": "", **part["delta"]}
@@ -195,7 +212,7 @@ class ResponseBuilder:
             yield event({"choices": [], "usage": self.usage}, known)
         yield DONE
 
-    async def _chunks(self) -> AsyncIterator[NewTokens]:
+    async def chunks(self) -> AsyncIterator[NewTokens]:
         """Yield new tokens of all choices; RequestError if one failed."""
         begun = False
         try:
@@ -212,14 +229,14 @@ class ResponseBuilder:
                 if not self.parsed.generates:
                     new = NewTokens(new.index, [], new.finish_reason, sample=new.sample)
                 self._num_tokens += len(new.tokens)
-                self._choices[self._index_of(new)].count(new.tokens)
+                self.choices[self._index_of(new)].count(new.tokens)
                 yield new
         except GenerationError as error:
             raise RequestError(str(error), status=500) from error
 
     def _read_prompt(self, index: int) -> None:
         """Read what the response shows of a choice's prompt, which is there with the choice's first token."""
-        parsed, request, choice = self.parsed, self.requests[index], self._choices[index]
+        parsed, request, choice = self.parsed, self.requests[index], self.choices[index]
         tokens, scored = request.output.prompt_tokens, request.read_prompt_logprobs()
         if parsed.num_prompt_top >= 0 and scored is not None:
             self._prompt_logprobs[index] = vllm_logprobs(tokens, scored, parsed.num_prompt_top, self._token_text)
@@ -262,7 +279,7 @@ class ResponseBuilder:
         return parts
 
     def _whole(self, index: int) -> dict[str, Any]:
-        choice = self._choices[index]
+        choice = self.choices[index]
         output = choice.request.outcome()
         text = (output.text or "") if self.parsed.generates else ""
         message = self._message(choice.parse(text, last=True))
@@ -291,7 +308,7 @@ class ResponseBuilder:
         completion = self._num_tokens
         accepted = sum(output.stats.accepted for output in outputs)
         usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        reasoning = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self._choices)}
+        reasoning = {"reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices)}
         return usage | {
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
@@ -307,9 +324,15 @@ class ResponseBuilder:
         if self.parsed.num_top < 0 or not logprobs:
             return None
         if self._is_chat:
-            return {"content": [self._chat_entry(t, one) for t, one in zip(tokens, logprobs, strict=True)]}
+            return {"content": self.chat_logprobs(tokens, logprobs)}
         offsets = choice.offsets(tokens)
         return legacy_logprobs(tokens, logprobs, offsets, self.parsed.num_top, self._token_text)
+
+    def chat_logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> list[dict[str, Any]]:
+        """Return the entry of each token in the form of a chat."""
+        if self.parsed.num_top < 0 or not logprobs:
+            return []
+        return [self._chat_entry(token, one) for token, one in zip(tokens, logprobs, strict=True)]
 
     def _chat_entry(self, token: int, one: TokenLogprob) -> dict[str, Any]:
         return self._entry(token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}

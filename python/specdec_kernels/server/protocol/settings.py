@@ -22,6 +22,8 @@ class Settings:
         max_prompt_tokens: limit of one request's prompt; None: the engine's limit.
         max_n: limit of one request's choices.
         max_grammar_seconds: limit of a grammar's compilation.
+        max_stored_responses: responses of `/v1/responses` that are kept, the most recently used ones.
+        max_stored_bytes: their size.
     """
 
     model_name: str
@@ -35,3 +37,5 @@ class Settings:
     max_prompt_tokens: int | None = None
     max_n: int = 128
     max_grammar_seconds: float = 5.0
+    max_stored_responses: int = 1024
+    max_stored_bytes: int = 64 << 20
