@@ -6,6 +6,8 @@ chunks and then the tree at once. Log-probabilities may differ by rounding alone
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,7 +85,8 @@ def check_against_module(lm: LanguageModel, dtype: torch.dtype, name: str) -> No
     was_training = module.training
     module.eval()
     try:
-        theirs = run(module, tokens[None], 0, use_cache=False).logits[0, prefix:]
+        with eager_attention(module):
+            theirs = run(module, tokens[None], 0, use_cache=False).logits[0, prefix:]
     except Exception as error:
         message = str(error).partition("\n")[0]
         raise ModuleMismatchError(
@@ -103,6 +106,20 @@ def check_against_module(lm: LanguageModel, dtype: torch.dtype, name: str) -> No
             f"layers, {far:.2g} of their spread apart, expected at most {largest} "
             "(implementation='transformers' runs its modules)"
         )
+
+
+@contextmanager
+def eager_attention(module: Any) -> Iterator[None]:
+    """Let a module of transformers compute its attention as written: with "sdpa" it leaves out caps of scores."""
+    body = module.get_decoder()
+    switches = body.config._attn_implementation == "sdpa"
+    if switches:
+        body.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        if switches:
+            body.set_attn_implementation("sdpa")
 
 
 def difference(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> float:
