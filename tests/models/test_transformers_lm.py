@@ -293,10 +293,10 @@ def test_module_of_other_logits_than_our_layers_runs_by_its_modules(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, forward = tiny_model("llama", **NATIVE), LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x + 0.5))  # what no config says
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: forward(self, x + 2))  # what no config says
     options: dict[str, Any] = {"max_len": 64, "device": "cpu", "dtype": dtype}
     name = f"LlamaForCausalLM of transformers {transformers.__version__}"
-    limit = 0.002 if dtype == torch.float32 else 0.2
+    limit = 0.002 if dtype == torch.float32 else 1.0
     message = (
         rf"model: {name} gives other logits than our layers, [\d.]+ of their spread apart, expected at most {limit} "
         r"\(implementation='transformers' runs its modules\)"
