@@ -100,6 +100,12 @@ def test_generate_does_not_break_text_on_a_narrow_terminal(capsys: Capture, monk
         (["--temperature", "-1"], "SamplingParams: temperature is -1.0, expected a number from 0 (greedy) on"),
         (["--temperature", "1", "--top-p", "0"], "SamplingParams: top_p is 0.0, expected above 0 and at most 1"),
         (["--page-size", "0"], "Engine: page_size is 0, expected at least 1"),
+        (["--max-new-tokens", "9" * 20], f"SamplingParams: max_new_tokens is {'9' * 20}, expected at most 2147483647"),
+        (["--device", "foo"], "Engine: device is foo, expected cpu or cuda"),
+        (
+            ["ab\udcff"],
+            "generate: prompts[0] has '\\udcff' at character 2, expected text that UTF-8 can encode",
+        ),
         ([""], "generate: prompts[0] is empty, expected at least 1 token"),
         (["--device", "meta"], "Engine: device is meta, expected cpu or cuda"),
         (["--mem-fraction-static", "0.5"], "Engine: mem_fraction is 0.5, expected None (device is cpu)"),

@@ -192,11 +192,15 @@ def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_
     if max_len is None and on_gpu:
         max_len = min(LONGEST_CONTEXT, position_limit(config_of(model)) or LONGEST_CONTEXT)
     mem_fraction = args.mem_fraction_static
+    if num_slots is None:
+        num_slots = args.max_running_requests
+    if num_slots is None:
+        num_slots = 64 if on_gpu else 8
     options = options_of(
         args,
         adaptive=args.speculative_adaptive if draft is not None else None,
         max_len=max_len,
-        num_slots=num_slots or args.max_running_requests or (64 if on_gpu else 8),
+        num_slots=num_slots,
         mem_fraction=0.85 if mem_fraction is None and on_gpu else mem_fraction,
         prefix_cache=False if args.disable_radix_cache else None,
         grammars=grammars_of(args),

@@ -43,7 +43,10 @@ class Machine(NamedTuple):
         """
         if device is None:
             device = default_device()
-        device = torch.device(device)
+        try:
+            device = torch.device(device)
+        except RuntimeError:  # torch lists the backends of all accelerators
+            raise ValueError(f"Engine: device is {device}, expected cpu or cuda") from None
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
         if device.type == "cpu":

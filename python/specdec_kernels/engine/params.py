@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,18 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
 CONSTRAINTS = ("json_schema", "regex", "grammar")
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "n", "priority", "ngram_group")
+# Kinds of other values than None.
+KINDS: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
+    ("ignore_eos", bool, "true or false"),
+    ("stop", (str, Sequence), "a string or strings"),
+    ("stop_token_ids", Sequence, "a list of token ids"),
+    ("logit_bias", Mapping, "a number for each token id"),
+    ("json_schema", (str, Mapping), "a JSON schema"),
+    ("regex", str, "a string"),
+    ("grammar", str, "a string"),
+)
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, 3.4028234663852886e38  # of float32, normal ones
 
 
@@ -113,14 +124,20 @@ class SamplingParams:
             value = getattr(self, name)
             good = isinstance(value, Integral) and not isinstance(value, bool)
             expect(name, good or (name == "seed" and value is None), "an integer")
+        for name in NUMBERS:
+            expect(name, is_number(getattr(self, name)), "a number")
+        for name, kinds, what in KINDS:
+            expect(name, getattr(self, name) is None or isinstance(getattr(self, name), kinds), what)
+        expect("stop", all(isinstance(string, str) for string in self.stop_strings), "a string or strings")
         expect("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
         expect("max_new_tokens", self.max_new_tokens < 2**31, "at most 2147483647")
         expect("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
         expect("stop", all(self.stop_strings), "strings that are not empty")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            expect(name, value is None or 0 <= value <= MAX_LOGPROBS, f"True, or 0 to {MAX_LOGPROBS}")
-        expect("temperature", 0 <= self.temperature < math.inf, "a number from 0 (greedy) on")
+            good = value is None or (isinstance(value, Integral) and 0 <= int(value) <= MAX_LOGPROBS)
+            expect(name, good, f"True, or 0 to {MAX_LOGPROBS}")
+        expect("temperature", 0 <= self.temperature <= LARGEST_FLOAT, "a number from 0 (greedy) on")
         expect("top_k", 0 <= self.top_k < 2**31, "at least 1, or 0 for all tokens")
         expect("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         expect("min_p", 0 <= self.min_p <= 1, "0 to 1")
@@ -137,14 +154,17 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             if isinstance(token, bool) or not isinstance(token, int):
                 raise TypeError(f"SamplingParams: logit_bias has a {type(token).__name__}, expected token ids")
-            if not bias < math.inf:
+            if not (is_number(bias) and bias <= LARGEST_FLOAT):
                 raise ValueError(f"SamplingParams: logit_bias[{token}] is {bias}, expected a finite number or -inf")
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"SamplingParams: {given[1]} is given, expected none beside {given[0]}")
         expect("min_new_tokens", not given or self.min_new_tokens == 0, f"0 beside {''.join(given)}")
         expect("priority", -(2**31) <= self.priority < 2**31, "-2147483648 to 2147483647")
-        expect("timeout", self.timeout is None or 0 < self.timeout < math.inf, "seconds above 0, or None")
+        seconds = self.timeout
+        expect(
+            "timeout", seconds is None or (is_number(seconds) and 0 < seconds < math.inf), "seconds above 0, or None"
+        )
         allowed = "'on', 'off' or a number of nodes from 1 on"
         nodes = self.speculation
         good = nodes in ("on", "off") or (isinstance(nodes, Integral) and nodes is not True and 1 <= int(nodes) < 2**31)
@@ -177,7 +197,7 @@ class SamplingParams:
     @property
     def stop_strings(self) -> list[str]:
         """Return the stop strings as a list."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def max_nodes(self) -> int:
@@ -231,6 +251,11 @@ class SamplingParams:
         if number == 0 or self.seed is None:
             return self
         return replace(self, seed=(self.seed + number + 2**63) % 2**64 - 2**63)  # of 64 bits again
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is an integer or a float; a bool is neither."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def count_of(logprobs: bool | int | None) -> int:

@@ -74,6 +74,7 @@ def tokens_of_each(
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ValueError(f"{name} is text, expected token ids ({no_tokenizer})")
+            check_unicode(prompt, name)
             texts.append(prompt)
     # One call for all texts: the overhead of a call exceeds its work on a short text.
     encoded = iter(tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else ())
@@ -91,6 +92,15 @@ def exceeds(text: str, tokenizer: Any, max_tokens: int) -> bool:
         if max_tokens < 0:
             return True
     return False
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Raise ValueError for half a surrogate pair, which Python makes of bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        where = f"{text[error.start]!r} at character {error.start}"
+        raise ValueError(f"{name} has {where}, expected text that UTF-8 can encode") from None
 
 
 def token_ids(prompt: Any, name: str) -> list[int]:
