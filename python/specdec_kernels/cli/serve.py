@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging.config
 import os
 import signal
 import socket
+import ssl
 import sys
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from . import engine_flags
 from .optional_dependencies import guarded, require
@@ -37,7 +41,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "--port", type=int, default=30000, metavar="N", help="port to listen on; 0: any free one (30000)"
     )
     parser.add_argument(
-        "--served-model-name", metavar="NAME", help="model name that clients use (default: the path as given)"
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="model names that clients may use; responses have the first (default: the path as given)",
     )
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"key that clients must send (default: that of {KEY_VARIABLE}, else none)"
@@ -95,6 +102,25 @@ def add_parser(subparsers: Subparsers) -> None:
         help="time that the schema, regular expression or grammar of a request may take to compile (5)",
     )
     parser.add_argument(
+        "--upload-seconds", type=float, default=60.0, metavar="S", help="time in which a body must arrive (60)"
+    )
+    parser.add_argument(
+        "--keep-alive-seconds",
+        type=int,
+        default=5,
+        metavar="S",
+        help="time without a request after which a connection is closed (5)",
+    )
+    parser.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help='origins of web pages that may ask the server, by CORS; "*": any (default: none)',
+    )
+    parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate of TLS, in PEM; with --ssl-keyfile")
+    parser.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate, in PEM")
+    parser.add_argument(
         "--drain-seconds",
         type=int,
         metavar="S",
@@ -105,6 +131,9 @@ def add_parser(subparsers: Subparsers) -> None:
         choices=["error", "warning", "info", "debug"],
         default="warning",
         help="info logs each request (warning)",
+    )
+    parser.add_argument(
+        "--log-format", choices=["text", "json"], default="text", help="lines as key=value, or as JSON objects (text)"
     )
     parser.set_defaults(run=run)
 
@@ -118,45 +147,65 @@ def run(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT, then end the process."""
-    from ..engine import AsyncEngine
-    from ..server import make_app, serving_process
-    from ..server.parsers import format_of
+    check(args)  # before imports and models, which take a while
+    with listening_socket(args.host, args.port) as listener:
+        from ..engine import AsyncEngine
+        from ..server import make_app, serving_process
+        from ..server.observer import logging_config
+        from ..server.parsers import format_of
 
-    # Errors of flags come now, not after the model is loaded.
-    api_key(args.api_key)
-    format_of("", args.tool_call_parser, args.reasoning_parser)
-    chosen, template = engine_flags.resolve(args)
-    for name, low in (
-        ("max_queued_requests", 0),
-        ("max_body_bytes", 1),
-        ("max_n", 1),
-        ("max_prompt_tokens", 1),
-        ("max_grammar_seconds", 0.01),
-        ("drain_seconds", 0),
-        ("max_stored_responses", 0),
-        ("max_stored_bytes", 0),
-    ):
-        if (value := getattr(args, name)) is not None and value < low:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least {low}")
-    # Bind the port first: a port in use is reported before a model is loaded.
-    with listening_socket(args.host, args.port) as listener, engine_flags.open_engine(args, chosen) as engine:
-        app = make_app(AsyncEngine(engine), settings_of(args, chosen.model, template))
-        host, port = listener.getsockname()[:2]
-        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        with serving_process():
-            run_app(app, listener, args, f"{app.state.server.settings.model_name} ({chosen.algorithm}) at {where}")
+        format_of("", args.tool_call_parser, args.reasoning_parser)
+        chosen, template = engine_flags.resolve(args)
+        logging.config.dictConfig(logging_config(args.log_level, args.log_format))
+        with engine_flags.open_engine(args, chosen) as engine:
+            app = make_app(AsyncEngine(engine), settings_of(args, chosen.model, template))
+            host, port = listener.getsockname()[:2]
+            scheme = "https" if args.ssl_certfile else "http"
+            where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+            with serving_process():
+                run_app(app, listener, args, f"{app.state.server.settings.model_name} ({chosen.algorithm}) at {where}")
     # The interpreter would free torch's modules for seconds, and wait for a grammar that is still compiled.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError or OSError for flags that cannot be followed, as far as they show it by themselves."""
+    api_key(args.api_key)
+    for name, low in (
+        ("max_queued_requests", 0),
+        ("max_body_bytes", 1),
+        ("max_n", 1),
+        ("max_prompt_tokens", 1),
+        ("max_grammar_seconds", 0.01),
+        ("upload_seconds", 0.01),
+        ("keep_alive_seconds", 0),
+        ("drain_seconds", 0),
+        ("max_stored_responses", 0),
+        ("max_stored_bytes", 0),
+    ):
+        if (value := getattr(args, name)) is not None and value < low:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least {low}")
+    if args.ssl_keyfile and not args.ssl_certfile:
+        raise ValueError(f"--ssl-keyfile is {args.ssl_keyfile}, expected --ssl-certfile with it")
+    if args.ssl_certfile:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        except OSError as error:  # an SSLError is one
+            raise ValueError(
+                f"--ssl-certfile is {args.ssl_certfile}, expected a certificate in PEM and its key ({error})"
+            ) from error
+
+
 def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> Settings:
     """Return the server's settings."""
     from ..server import Settings
 
+    names = args.served_model_name or [args.model or "tiny"]
     return Settings(
-        model_name=args.served_model_name or args.model or "tiny",
+        model_name=names[0],
+        other_names=names[1:],
         api_key=api_key(args.api_key),
         defaults=sampling_defaults(model, args.sampling_defaults),
         chat_template=template,
@@ -169,6 +218,8 @@ def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> S
         max_grammar_seconds=args.max_grammar_seconds,
         max_stored_responses=args.max_stored_responses,
         max_stored_bytes=args.max_stored_bytes,
+        upload_seconds=args.upload_seconds,
+        allowed_origins=args.allowed_origins,
     )
 
 
@@ -232,16 +283,34 @@ def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: 
             app.state.server.prepare()
             print(f"specdec serve: {title}", flush=True)
 
+        async def on_tick(self, counter: int) -> bool:
+            if counter % 10 == 0:  # once a second
+                close_idle(self.server_state.connections)
+            return await super().on_tick(counter)
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             if args.drain_seconds is not None:
                 asyncio.get_running_loop().call_later(args.drain_seconds, app.state.server.cancel_all)
             await super().shutdown(sockets)
             app.state.server.grammars.close()
 
+    idle_since: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+    def close_idle(connections: Any) -> None:
+        """Close connections that have not sent a request, or all of its headers, for too long."""
+        for connection in list(connections):
+            if connection.cycle is not None and not connection.cycle.response_complete:
+                idle_since.pop(connection, None)
+            elif time.monotonic() - idle_since.setdefault(connection, time.monotonic()) > args.keep_alive_seconds:
+                connection.transport.close()
+
     config = uvicorn.Config(
         app,
-        log_level=args.log_level,
-        access_log=args.log_level in ("info", "debug"),
+        log_config=None,  # `serve` has configured logging
+        access_log=False,
+        timeout_keep_alive=args.keep_alive_seconds,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
         lifespan="off",
         ws="none",
         server_header=False,

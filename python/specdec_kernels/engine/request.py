@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +77,26 @@ class ResumedRequest:
     trusted: bool  # its rows may serve other requests
 
 
+class RequestTimes:
+    """Times of a request, of `time.perf_counter`.
+
+    Attributes:
+        submitted: when it was submitted.
+        begun: when it got its first slot; None: it has had none.
+        chunks: when each of its chunks came, the end included.
+    """
+
+    def __init__(self) -> None:
+        self.submitted = time.perf_counter()
+        self.begun: float | None = None
+        self.chunks = array("d")
+
+    def begin(self) -> None:
+        """Note that the request has a slot."""
+        if self.begun is None:
+            self.begun = time.perf_counter()
+
+
 class BaseRequest:
     """What `Request` and `AsyncRequest` share: one thread writes the output, any number of threads read it.
 
@@ -87,6 +108,7 @@ class BaseRequest:
         params: how it is decoded, with a seed if one is needed.
         output: the result so far.
         stop_tokens, prediction: token ids, by `params` and the model.
+        times: of its course through the engine.
         host: the engine that runs it.
         status: why the device gave up on it.
         error: exception that ended it, or None.
@@ -103,6 +125,7 @@ class BaseRequest:
             logprobs=[] if spec.num_logprobs >= 0 else None,
             sample=spec.sample,
         )
+        self.times = RequestTimes()
         self.status = NO_ERROR
         self.error: BaseException | None = None
         self.stop_tokens, self.prediction = spec.stop_tokens, spec.prediction
@@ -136,13 +159,14 @@ class BaseRequest:
         if self._stop is not None:
             self._stop.find(output.tokens)
         if output.tokens:
+            self.times.chunks.append(time.perf_counter())
             self._ends.append(len(output.tokens))
 
     def submission(self, stream: bool) -> _C.Submission:
         """Return what the scheduler needs to know about the request."""
         params, produced = self.params, self.output.tokens
         edit = params.edits(len(self.output.prompt_tokens), self._new_matcher)
-        inputs = SlotInputs(edit, self.prediction, self._migrated_kv, self._prompt_scores)
+        inputs = SlotInputs(edit, self.prediction, self._migrated_kv, self._prompt_scores, self.times.begin)
         return _C.Submission(
             prompt=[*self.output.prompt_tokens, *produced],
             max_new_tokens=params.max_new_tokens - len(produced),
@@ -157,7 +181,7 @@ class BaseRequest:
             num_logprobs=self._num_logprobs,
             ngram_group=params.ngram_group,
             max_nodes=params.max_nodes,
-            extra=inputs if any(inputs) else None,
+            extra=inputs,
             constrained=self._new_matcher is not None,
             migrated=self._migrated_kv is not None,
             cacheable=self._cacheable,
@@ -220,6 +244,7 @@ class BaseRequest:
             self.status, self.error = Status(status), error
             self._end(FinishReason(reason))
         else:
+            self.times.chunks.append(time.perf_counter())
             self._ends.append(len(output.tokens))
         return True
 
@@ -235,6 +260,7 @@ class BaseRequest:
         # In this order: a reader that sees the last chunk sees that it is the last.
         self.output.finish_reason = reason
         self._num_chunks = len(self._ends) + 1
+        self.times.chunks.append(time.perf_counter())
         self._ends.append(len(self.output.tokens))
         self._done = True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -28,9 +28,11 @@ class SlotInputs(NamedTuple):
         prediction: tokens that its text may repeat.
         kv: rows that it brings; None: all rows are prefilled.
         scores: filled with those of the prompt's tokens; None: they are not scored.
+        on_begin: called when the request gets its slot, each time.
     """
 
     edit: LogitEdit | None = None
     prediction: Sequence[int] = ()
     kv: KvSource | None = None
     scores: PromptScores | None = None
+    on_begin: Callable[[], object] | None = None

@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from .._C import version as __version__
 from ..engine import AsyncEngine, AsyncRequest, Engine
 from .grammars import GrammarCompiler, GrammarLimits
 from .metrics import Metrics
+from .observer import Observer
 from .parsers import FirstCall, OneCall, Parser, format_of
 from .protocol import (
     ConversationBody,
@@ -97,6 +98,7 @@ class Server:
             token_lists = await self._unless_gone(request, self._prepare(parsed))
             parsed.check_scores(token_lists)
             requests = self._submit(parsed, token_lists, arrival)
+        request.scope["facts"] |= {"requests": requests, "model": self.settings.model_name}
         return ResponseBuilder(
             parsed,
             requests,
@@ -237,17 +239,17 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         self.check_key(request)
-        return JSONResponse({"object": "list", "data": [self._model]})
+        names = self.settings.model_name, *self.settings.other_names
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         self.check_key(request)
         check_model(request.path_params["model"], self.settings)
-        return JSONResponse(self._model)
+        return JSONResponse(self._model(request.path_params["model"]))
 
-    @property
-    def _model(self) -> Object:
+    def _model(self, name: str) -> Object:
         return {
-            "id": self.settings.model_name,
+            "id": name,
             "object": "model",
             "created": self.started,
             "owned_by": "specdec_kernels",
@@ -296,6 +298,16 @@ class Server:
 
     async def body(self, request: Request) -> Object:
         self.check_key(request)
+        seconds = self.settings.upload_seconds
+        try:
+            whole = await asyncio.wait_for(self._read(request), seconds)
+        except asyncio.TimeoutError as error:
+            message = f"the body has not come within {seconds:g} s, expected a faster upload"
+            raise RequestError(message, status=408, headers={"Connection": "close"}) from error
+        return await asyncio.to_thread(parse_body, whole) if len(whole) > LARGE_BODY else parse_body(whole)
+
+    async def _read(self, request: Request) -> bytes:
+        """Return the bytes of a body."""
         most = self.settings.max_body_bytes
         length = request.headers.get("content-length", "")
         parts: list[bytes] = []
@@ -309,34 +321,7 @@ class Server:
                 parts.append(part)
         if size > most:
             raise RequestError(f"the body has {size} bytes or more, expected at most {most}", status=413)
-        whole = b"".join(parts)
-        return await asyncio.to_thread(parse_body, whole) if size > LARGE_BODY else parse_body(whole)
-
-
-class RequestIds:
-    """Middleware that gives each response the `x-request-id` of its request, or a new one."""
-
-    MAX_LENGTH = 256
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        given = Headers(scope=scope).get("x-request-id", "")
-        is_long = len(given) > self.MAX_LENGTH
-        scope["request_id"] = secrets.token_hex(16) if is_long or not given else given
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = scope["request_id"]
-            await send(message)
-
-        if is_long:
-            error = RequestError(f"x-request-id has {len(given)} characters, expected at most {self.MAX_LENGTH}")
-            return await as_response(error)(scope, receive, send_with_id)
-        await self._app(scope, receive, send_with_id)
+        return b"".join(parts)
 
 
 @contextmanager
@@ -361,6 +346,7 @@ class EventStream(Response):
             try:
                 first = await anext(events)
             except RequestError as error:
+                scope["facts"]["reason"] = str(error)
                 return await as_response(error)(scope, receive, send)
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -369,6 +355,7 @@ class EventStream(Response):
                 async for one in events:
                     await send({"type": "http.response.body", "body": one, "more_body": True})
             except RequestError as error:
+                scope["facts"]["reason"] = str(error)
                 await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -433,8 +420,9 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
     for method, endpoint in (("GET", responses.retrieve), ("DELETE", responses.delete)):
         app.add_api_route("/v1/responses/{response_id}", endpoint, methods=[method], response_model=None)
 
-    async def refused(_: Request, error: Exception) -> Response:
+    async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
+        request.scope["facts"]["reason"] = str(error)
         return as_response(error)
 
     async def gone(_: Request, __: Exception) -> Response:
@@ -454,6 +442,15 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(HTTPException, no_such_path)
     app.add_exception_handler(Exception, failed)
-    app.add_middleware(RequestIds)
+    app.add_middleware(Observer, metrics=server.metrics)
+    if settings.allowed_origins:
+        exposed = ["x-request-id", "retry-after"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
     app.state.server = server
     return app

@@ -3,26 +3,60 @@
 from __future__ import annotations
 
 import threading
-import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from itertools import accumulate, pairwise
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from ..engine import AsyncRequest, Engine, RequestStats
 from ..status import FinishReason
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+# Of each request that ended; the name of vLLM, what it counts, and its buckets.
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token", SECONDS),
+    "inter_token_latency_seconds": ("Between two chunks of tokens of a request", SECONDS),
+    "request_time_per_output_token_seconds": ("Mean time for a token after the first, of a request", SECONDS),
+    "e2e_request_latency_seconds": ("From a request's arrival to its end", SECONDS),
+    "request_queue_time_seconds": ("From a request's submission to its slot", SECONDS),
+    "request_prefill_time_seconds": ("From a request's slot to its first token", SECONDS),
+    "request_decode_time_seconds": ("From a request's first token to its end", SECONDS),
+    "request_inference_time_seconds": ("From a request's slot to its end", SECONDS),
+    "request_prompt_tokens": ("Tokens of a request's prompt", TOKENS),
+    "request_generation_tokens": ("Tokens of a request's text", TOKENS),
+}
+
+
+class Histogram:
+    """Counts of values in buckets, with their sum."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, value: float) -> None:
+        with self._lock:
+            self._counts[bisect_left(self._bounds, value)] += 1
+            self._sum += value
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Add the samples to a family."""
+        names = [*map(str, map(float, self._bounds)), "+Inf"]
+        with self._lock:
+            family.add_metric(labels, list(zip(names, accumulate(self._counts), strict=True)), self._sum)
 
 
 class Metrics(Collector):
     """Counters over all requests, running ones included. Work is done only when a request begins and ends.
 
     Attributes:
-        first_token: seconds from a request's arrival to its first token.
+        first_token: seconds from the arrival of a request to its first token.
     """
 
     def __init__(self, engine: Engine, model: str) -> None:
@@ -33,10 +67,10 @@ class Metrics(Collector):
         self._reasons: Counter[str] = Counter()
         self._rounds: Counter[int] = Counter()  # number of rounds by their tokens
         self._registry = CollectorRegistry()
-        names = {"labelnames": ["model_name"], "registry": self._registry, "buckets": SECONDS}
-        first = Histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token", **names)  # type: ignore[arg-type]
-        whole = Histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end", **names)  # type: ignore[arg-type]
-        self.first_token, self._whole = first.labels(model), whole.labels(model)
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.first_token = self._histograms["time_to_first_token_seconds"]
+        self._http: Counter[tuple[str, str, str]] = Counter()  # responses by handler, method and status
+        self._http_seconds: dict[tuple[str, str], Histogram] = {}  # by handler and method
         self._registry.register(self)
 
     @property
@@ -62,7 +96,14 @@ class Metrics(Collector):
             self._ended.update(counts_of([request]))
             self._reasons[request.output.finish_reason.name.lower()] += 1
             self._rounds.update(rounds)
-        self._whole.observe(time.perf_counter() - arrival)
+        for name, value in observations(request, arrival):
+            self._histograms[name].observe(value)
+
+    def count_response(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """Count a response of the server."""
+        with self._lock:
+            self._http[handler, method, str(status)] += 1
+            self._http_seconds.setdefault((handler, method), Histogram(SECONDS)).observe(seconds)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -95,6 +136,21 @@ class Metrics(Collector):
             family.add_metric(self._label, value)
             return family
 
+        for name, (what, _) in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(f"vllm:{name}", what, labels=["model_name"])
+            self._histograms[name].add_to(histogram, self._label)
+            yield histogram
+        responses = CounterMetricFamily("http_requests", "Responses", labels=["handler", "method", "status"])
+        durations = HistogramMetricFamily(
+            "http_request_duration_seconds", "From a request to the end of its response", labels=["handler", "method"]
+        )
+        with self._lock:
+            for labels, count in self._http.items():
+                responses.add_metric(labels, count)
+            for pair, seconds in self._http_seconds.items():
+                seconds.add_to(durations, pair)
+        yield responses
+        yield durations
         scheduler, stats = self._engine.core.scheduler, self._engine.stats()
         yield gauge("vllm:num_requests_running", "Requests with a slot", scheduler.num_running)
         yield gauge("vllm:num_requests_waiting", "Requests without a slot", scheduler.num_waiting)
@@ -132,6 +188,29 @@ class Metrics(Collector):
             value = getattr(stats, field.name)
             if isinstance(value, int | float):
                 yield counter(f"specdec:engine_{field.name}", f"EngineStats.{field.name}", value)
+
+
+def observations(request: AsyncRequest, arrival: float) -> Iterator[tuple[str, float]]:
+    """Yield the values of a request that has ended, by the names of their histograms."""
+    times, output = request.times, request.output
+    end, num_tokens = times.chunks[-1], len(output.tokens)
+    yield "e2e_request_latency_seconds", end - arrival
+    yield "request_prompt_tokens", len(output.prompt_tokens)
+    yield "request_generation_tokens", num_tokens
+    if times.begun is None:
+        yield "request_queue_time_seconds", end - times.submitted
+        return
+    yield "request_queue_time_seconds", times.begun - times.submitted
+    yield "request_inference_time_seconds", end - times.begun
+    if not num_tokens:
+        return
+    first = times.chunks[0]
+    yield "request_prefill_time_seconds", first - times.begun
+    yield "request_decode_time_seconds", end - first
+    if num_tokens > 1:
+        yield "request_time_per_output_token_seconds", (end - first) / (num_tokens - 1)
+    for before, after in pairwise(times.chunks):
+        yield "inter_token_latency_seconds", after - before
 
 
 def counts_of(requests: Iterable[AsyncRequest]) -> Counter[str]:

@@ -48,6 +48,8 @@ class Executor:
         tokens, cached = request.tokens, request.cached_entries
         inputs: SlotInputs = request.extra or SlotInputs()
         state, slots = self.state, self._slots[slot : slot + 1]
+        if inputs.on_begin is not None:
+            inputs.on_begin()
         if cached:
             first = slot * state.pool.page_table.shape[1]
             self.assign_pages(cached, [*range(first, first + len(cached))])

@@ -347,6 +347,7 @@ def validate(kind: type[AnyBody], values: Object, settings: Settings) -> AnyBody
 
 def check_model(model: str, settings: Settings) -> None:
     """Refuse another model than the server's."""
-    if model != settings.model_name:
-        message = f"model is {shown(model)}, expected {shown(settings.model_name)}"
+    if model not in (settings.model_name, *settings.other_names):
+        names = " or ".join(map(shown, (settings.model_name, *settings.other_names)))
+        message = f"model is {shown(model)}, expected {names}"
         raise RequestError(message, "model", status=404, code="model_not_found")

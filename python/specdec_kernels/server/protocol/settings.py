@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ class Settings:
 
     Attributes:
         model_name: name by which clients address the model.
+        other_names: that clients may use as well; responses have `model_name`.
         api_key: key that they must send; None: none.
         defaults: sampling parameters of requests that do not give them, by the names of `SamplingParams`.
         chat_template: replaces the tokenizer's.
@@ -24,9 +26,12 @@ class Settings:
         max_grammar_seconds: limit of a grammar's compilation.
         max_stored_responses: responses of `/v1/responses` that are kept, the most recently used ones.
         max_stored_bytes: their size.
+        upload_seconds: limit of the time that a body takes to arrive.
+        allowed_origins: of web pages that may ask the server ("*": any), by CORS.
     """
 
     model_name: str
+    other_names: Sequence[str] = ()
     api_key: str | None = None
     defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
     chat_template: str | None = None
@@ -39,3 +44,5 @@ class Settings:
     max_grammar_seconds: float = 5.0
     max_stored_responses: int = 1024
     max_stored_bytes: int = 64 << 20
+    upload_seconds: float = 60.0
+    allowed_origins: Sequence[str] = ()
