@@ -128,6 +128,15 @@ def test_scores_survive_retraction(name: str, device: torch.device) -> None:
     expect_those_of_transformers(outputs, params)
 
 
+@pytest.mark.parametrize("prefill_chunk", [24, 4096])
+def test_scores_of_an_invariant_engine_do_not_depend_on_the_batch(prefill_chunk: int, device: torch.device) -> None:
+    params = SamplingParams(8, prompt_logprobs=3)
+    with make_engine("chain", device, prefill_chunk=prefill_chunk, batch_invariant=True) as engine:
+        together = engine.generate(prompts(), params)
+        alone = [engine.generate([prompt], params)[0] for prompt in reversed(prompts())]
+    assert [output.prompt_logprobs for output in together] == [output.prompt_logprobs for output in reversed(alone)]
+
+
 def test_single_token_has_no_score() -> None:
     with make_engine("none") as engine:
         (output,) = engine.generate([[5]], SamplingParams(2, prompt_logprobs=1))

@@ -191,6 +191,14 @@ def test_too_many_logprobs_are_refused_before_the_first_token(server: Running, m
     assert ask(server, prompt=[5] * 50, prompt_logprobs=1)
 
 
+def test_too_long_echoes_are_refused_before_the_first_token(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of many choices repeats its prompt."""
+    monkeypatch.setattr(requests, "MOST_ECHOED", 100)
+    message = "echo asks for 102 tokens of prompts, expected at most 100"
+    assert server.error(COMPLETIONS, {"prompt": [5] * 34, "n": 3, "echo": True}) == (400, message, "echo")
+    assert ask(server, prompt=[5] * 34, n=2, echo=True)
+
+
 # --- lm-eval
 
 

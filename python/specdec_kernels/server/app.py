@@ -96,7 +96,7 @@ class Server:
         """Submit a request to the engine, and return the builder of its response."""
         with self._reserved(parsed.num_prompts * parsed.params.n):  # before a million prompts are tokenized
             token_lists = await self._unless_gone(request, self._prepare(parsed))
-            parsed.check_scores(token_lists)
+            parsed.check_prompts(token_lists)
             requests = self._submit(parsed, token_lists, arrival)
         request.scope["facts"] |= {"requests": requests, "model": self.settings.model_name}
         return ResponseBuilder(

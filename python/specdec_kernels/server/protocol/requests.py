@@ -24,6 +24,7 @@ from .prompts import Conversation, read_conversation, read_prompts
 from .settings import Settings
 
 ANY_OBJECT = {"type": "object"}
+MOST_ECHOED = 1 << 20  # tokens of prompts in one response; each of n choices repeats its prompt
 MOST_SCORES = 1 << 19  # log-probabilities of prompts in one response, which take the event loop 0.5 s to encode
 MAX_STOP_STRINGS = 64  # each is searched for after every token, in a thread that all requests share
 
@@ -71,10 +72,13 @@ class ParsedRequest:
         """Return whether the response shows prompts or their log-probabilities."""
         return bool(self.echo) or self.num_prompt_top >= 0
 
-    def check_scores(self, token_lists: Sequence[Sequence[int]]) -> None:
-        """Refuse more log-probabilities of prompts than one response may have."""
+    def check_prompts(self, token_lists: Sequence[Sequence[int]]) -> None:
+        """Refuse more of prompts than one response may show."""
+        num_tokens = sum(map(len, token_lists)) * self.params.n
+        if self.echo and num_tokens > MOST_ECHOED:
+            raise RequestError(f"echo asks for {num_tokens} tokens of prompts, expected at most {MOST_ECHOED}", "echo")
         if self.params.num_prompt_logprobs >= 0:
-            count = sum(map(len, token_lists)) * self.params.n * (1 + self.params.num_prompt_logprobs)
+            count = num_tokens * (1 + self.params.num_prompt_logprobs)
             if count > MOST_SCORES:
                 field = "prompt_logprobs" if self.num_prompt_top >= 0 else "logprobs"
                 raise RequestError(f"{field} asks for {count} values of prompts, expected at most {MOST_SCORES}", field)
