@@ -50,6 +50,57 @@ def rendered(server: Running, template: str | None = None, **fields: Any) -> str
 
 # --- fields of the published schemas
 
+# Request fields of vLLM and SGLang beyond OpenAI's, in the versions that this server was compared with.
+OF_BOTH = (
+    # vLLM 0.33
+    *(
+        "thinking_token_budget",
+        "use_beam_search",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "watermarking",
+        "length_penalty",
+    ),
+    *(
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "min_tokens",
+        "skip_special_tokens",
+        "prompt_logprobs",
+    ),
+    *("spaces_between_special_tokens", "truncate_prompt_tokens", "truncation_side", "logprob_token_ids", "bad_words"),
+    *("allowed_token_ids", "add_special_tokens", "response_format", "structured_outputs", "priority", "request_id"),
+    *("session_id", "return_tokens_as_token_ids", "return_token_ids", "routed_experts_prompt_start", "cache_salt"),
+    *("return_token_offsets", "return_mm_kwargs", "kv_transfer_params", "ec_transfer_params", "vllm_xargs"),
+    *("repetition_detection", "stream_interval", "prompt_embeds"),
+    # SGLang 0.5.23
+    *("return_hidden_states", "return_routed_experts", "routed_experts_start_len", "return_cached_tokens_details"),
+    *("regex", "ebnf", "json_schema", "stop_regex", "no_stop_trim", "lora_path", "session_params", "custom_params"),
+    *(
+        "custom_logit_processor",
+        "images_config",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "routed_dp_rank",
+    ),
+    *("disagg_prefill_dp_rank", "data_parallel_rank", "rid", "extra_key", "ngram_corpus_id", "custom_labels"),
+)
+OF_CHATS = (
+    *("include_reasoning", "echo", "add_generation_prompt", "continue_final_message", "documents", "chat_template"),
+    *(
+        "chat_template_kwargs",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "return_prompt_text",
+        "return_prompt_token_ids",
+    ),
+    *("return_meta_info", "task", "separate_reasoning", "stream_reasoning", "max_dynamic_patch", "min_dynamic_patch"),
+    *("use_audio_in_video", "input_ids"),
+)
+
 
 def published(params: Any) -> set[str]:
     return {*get_type_hints(params.CompletionCreateParamsStreaming), *get_type_hints(params.CompletionCreateParamsBase)}
@@ -62,6 +113,11 @@ def test_every_published_field_is_known(body: Any, params: Any) -> None:
     known = {*body.model_fields, *body.inert}
     assert published(params) - known == set()
     assert not body.model_fields.keys() & body.inert.keys()
+
+
+@pytest.mark.parametrize(("body", "names"), [(ChatBody, (*OF_BOTH, *OF_CHATS)), (CompletionBody, OF_BOTH)])
+def test_every_field_of_vllm_and_sglang_is_known(body: Any, names: tuple[str, ...]) -> None:
+    assert {*names} - {*body.model_fields, *body.inert} == set()
 
 
 def test_every_published_stream_option_is_known() -> None:
@@ -158,6 +214,15 @@ def test_fields_that_ask_for_more_are_refused_by_value(
     shown = json.dumps(value)
     words = expected or "none (this field is not supported)"
     assert server.error(path, body) == (400, f"{field} is {shown}, expected {words}", field)
+
+
+@pytest.mark.parametrize("name", ["request_id", "rid"])
+def test_response_has_the_id_of_its_request(server: Running, name: str) -> None:
+    for path, body, prefix in ((CHAT, conversation(), "chatcmpl-"), (COMPLETIONS, prompt(), "cmpl-")):
+        _, _, answer = server.ask(path, body | {name: "abc"})
+        assert json.loads(answer)["id"] == f"{prefix}abc"
+        message = f'{name} is "", expected a string of 1 to 256 characters'
+        assert server.error(path, body | {name: ""}) == (400, message, name)
 
 
 # --- messages

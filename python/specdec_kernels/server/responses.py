@@ -170,7 +170,7 @@ class ResponseBuilder:
             Choice(request, detokenizer, parser and parser(), by_rounds, parsed.generates) for request in requests
         ]
         self._head = {
-            "id": ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+            "id": ("chatcmpl-" if is_chat else "cmpl-") + (parsed.id or secrets.token_hex(12)),
             "object": "chat.completion" if is_chat else "text_completion",
             "created": int(time.time()),
             "model": model,

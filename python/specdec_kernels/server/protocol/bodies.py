@@ -106,6 +106,7 @@ Stop = Annotated[StrictStr | list[StrictStr], Expected("a string or a list of st
 Speculation = Annotated[Literal["on", "off"] | StrictInt, Expected('"on", "off" or a number of nodes')]
 NumTop = Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS), Expected(f"0 to {MAX_LOGPROBS}")]
 Function = Annotated[Object, Predicate(is_function)]
+RequestId = Annotated[StrictStr, Field(min_length=1, max_length=256), Expected("a string of 1 to 256 characters")]
 JsonObject = Annotated[Object, BeforeValidator(as_object), Expected("a JSON schema")]
 Choice = Annotated[list[StrictStr], Len(1), Expected("a list of strings")]
 Prompt = Annotated[
@@ -276,6 +277,9 @@ class Generation(Sampling):
     service_tier: StrictStr | None = None
     session_id: StrictStr | None = None
     guided_decoding_backend: StrictStr | None = None
+    # The end of the response's id, by vLLM's and SGLang's names.
+    request_id: RequestId | None = None
+    rid: RequestId | None = None
 
 
 class RequestBody(Body):

@@ -86,6 +86,7 @@ OF_CHAT: Inert = {
     "return_meta_info": (False, True),  # every response has it
     "return_prompt_text": (False,),
     "return_prompt_token_ids": (False,),
+    "stream_reasoning": (True,),
     "task": (),
     "use_audio_in_video": (False,),
     "verbosity": ("medium",),

@@ -49,6 +49,7 @@ class ParsedRequest:
         echo: the prompts as they were given, if the response shows them.
         num_prompt_top: alternatives to each token of the prompt, in vLLM's form; -1: none is asked for.
         generates: whether the response shows what follows the prompt.
+        id: the end of the response's id; None: a new one.
     """
 
     tokenize: Callable[[Engine], list[list[int]]]
@@ -66,6 +67,7 @@ class ParsedRequest:
     echo: Sequence[str | list[int]] = ()
     num_prompt_top: int = -1
     generates: bool = True
+    id: str | None = None
 
     @property
     def shows_prompts(self) -> bool:
@@ -111,6 +113,7 @@ def read_chat(values: Object, settings: Settings, engine: Engine) -> ParsedReque
         body.separate_reasoning,
         body.include_reasoning,
         num_prompt_top=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
+        id=body.request_id or body.rid,
     )
 
 
@@ -131,6 +134,7 @@ def read_completion(values: Object, settings: Settings, engine: Engine) -> Parse
         echo=prompts.prompts if body.echo else (),
         num_prompt_top=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
         generates=body.max_tokens != 0,
+        id=body.request_id or body.rid,
     )
 
 
