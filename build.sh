@@ -159,7 +159,7 @@ skip_cuda_without_gpu() {
 demo() {
   skip_cuda_without_gpu demo
   dev
-  "$bin/specdec" generate "$@"
+  "$bin/specdec" generate --compare-transformers "$@"
 }
 
 # Types take as long as the build, so that they are checked beside it and beside the tests.

@@ -107,6 +107,7 @@ def test_earlier_spellings_of_flags_work_and_are_hidden(capsys: Capture, command
     words = command.split()
     parse = cli.make_parser().parse_args
     assert parse([*words, earlier]) == parse([*words, now])
+    assert f"{earlier.split('=')[0]} is " in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main([*(word for word in words if not word.startswith("-")), "--help"])
     flags = set(re.findall(r"--[\w-]+", capsys.readouterr().out))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from specdec_kernels import FinishReason, cli
 from specdec_kernels.cli.generate import DEFAULT_PROMPT, Printer
@@ -153,6 +156,76 @@ def test_generate_rejects_wrong_flags(capsys: Capture, flags: list[str]) -> None
         generate(*flags)
     assert stop.value.code == 2
     assert flags[-1] in capsys.readouterr().err
+
+
+def test_generate_takes_a_model_and_a_head_without_its_algorithm(capsys: Capture) -> None:
+    target, head = str(tiny_model("target")), str(tiny_model("eagle3"))
+    assert generate("--max-new-tokens", "8", "--speculative-draft-model-path", head, target, "import os") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("import os") and "EAGLE3 produced the same tokens" in out
+    assert generate("--max-new-tokens", "2", "--no-compare", "--model-path", target, target) == 2
+    assert f"--model-path is {target}, expected none with {target}" in capsys.readouterr().err
+
+
+def test_generate_takes_algorithms_in_lower_case_and_classes(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drafts_of_mine.py").write_text(
+        "from specdec_kernels.engine import Ngram\n\n\nclass Mine(Ngram):\n    pass\n\n\nnumber = 3\n"
+    )
+    flags = ["--max-new-tokens", "8", "--no-compare", "--speculative-algorithm"]
+    assert generate(*flags, "ngram") == 0
+    assert generate(*flags, "drafts_of_mine:Mine", "--speculative-num-draft-tokens", "8") == 0
+    assert "drafts_of_mine:Mine" in capsys.readouterr().out
+    expected = "expected module:Class of a Draft"
+    for name, why in (
+        ("drafts_of_mine:Yours", f"{expected} (module 'drafts_of_mine' has no attribute 'Yours')"),
+        ("no_such_module:Mine", f"{expected} (No module named 'no_such_module')"),
+        ("drafts_of_mine:number", f"{expected}, got a int"),
+    ):
+        assert generate(*flags, name) == 2
+        assert f"--speculative-algorithm is {name}, {why}" in capsys.readouterr().err
+    assert generate(*flags, "drafts_of_mine:Mine", "--speculative-num-steps", "3") == 2
+    assert "which does not take its flags" in capsys.readouterr().err
+
+
+def test_generate_compares_with_transformers(capsys: Capture) -> None:
+    assert generate("--max-new-tokens", "16", "--compare-transformers") == 0
+    out = capsys.readouterr().out
+    assert "transformers" in out and "times as fast as transformers' generate." in out
+
+
+def test_generate_warns_of_a_draft_that_is_never_accepted(capsys: Capture, tmp_path: Path) -> None:
+    head = untrained_copy(tiny_model("eagle3"), tmp_path / "head")
+    assert generate("--max-new-tokens", "40", "--no-compare", "--speculative-draft-model-path", str(head)) == 0
+    assert "EAGLE3 had nothing accepted: an untrained draft" in " ".join(capsys.readouterr().out.split())
+
+
+def untrained_copy(head: Path, folder: Path) -> Path:
+    """Copy a head with random weights."""
+    shutil.copytree(head, folder)
+    torch.manual_seed(0)
+    (file,) = folder.glob("*.safetensors")
+    weights = {
+        name: torch.randn(weight.shape).to(weight.dtype) if weight.is_floating_point() else weight
+        for name, weight in load_file(file).items()
+    }
+    save_file(weights, file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "foo"], "Engine: device is foo, expected cpu or cuda"),
+        (["a\udcff"], "prompts[0] has '\\udcff' at character 1, expected text that UTF-8 can encode"),
+        (["--max-new-tokens", "9" * 20], f"SamplingParams: max_new_tokens is {'9' * 20}, expected at most 2147483647"),
+    ],
+)
+def test_generate_refuses_by_name(capsys: Capture, arguments: list[str], message: str) -> None:
+    assert generate(*arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 class Bytes:

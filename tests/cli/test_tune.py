@@ -226,3 +226,22 @@ def test_tuning_file_of_another_schema_is_refused(capsys: Capture, tmp_path: Pat
     assert capsys.readouterr().err == f"specdec generate: {message}"
     assert cli.main(["bench", "round", "--device", "cpu", "--tuning", str(file)]) == 2
     assert capsys.readouterr().err == f"specdec bench round: {message}"
+
+
+def test_tune_measures_the_ngram_draft(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "tuning.json"
+    flags = ["--batch", "1", "--max-new-tokens", "8", "--nodes", "4,8", "--device", "cpu", "--out", str(file)]
+    assert cli.main(["tune", TARGET, *flags]) == 0
+    facts = json.loads(file.read_text())
+    assert (facts["algorithm"], facts["draft"], facts["complete"]) == ("NGRAM", None, True)
+    assert [row["options"]["num_nodes"] for row in facts["measured"]] == [1, 4, 8]
+    assert (
+        cli.main(["generate", "--device", "cpu", "--max-new-tokens", "4", "--no-compare", "--tuning", str(file)]) == 0
+    )
+    capsys.readouterr()
+    for more, message in (
+        (["--speculative-algorithm", "EAGLE3"], "is None, expected a folder or hub id for EAGLE3"),
+        (["--speculative-algorithm", "ngram", "--draft", HEAD], f"is {HEAD}, expected none for NGRAM"),
+    ):
+        assert cli.main(["tune", TARGET, *flags, *more]) == 2
+        assert f"--speculative-draft-model-path {message}" in capsys.readouterr().err

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +17,50 @@ CHECKPOINT_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")  # a checkpoint drafts
 ALGORITHMS = ("NONE", "NGRAM", *CHECKPOINT_ALGORITHMS, "EAGLE3+NGRAM")
 
 
+def one_of(*known: str, own: bool = True) -> Callable[[str], str]:
+    """Return a parser of algorithms in upper or lower case, and if `own` of a draft class as `module:Class`."""
+
+    def algorithm(text: str) -> str:
+        if own and ":" in text:
+            return text
+        if text.upper() not in known:
+            also = ", or a class as module:Class" if own else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(known)}{also}")
+        return text.upper()
+
+    return algorithm
+
+
 def draft_class(algorithm: str) -> Callable[..., Draft]:
-    """Return the class of the draft that one of CHECKPOINT_ALGORITHMS stands for."""
-    from ..engine import Eagle, Eagle3, Standalone
+    """Return the class of the draft that an algorithm with a draft stands for.
+
+    Raises:
+        ValueError: no such class of one's own.
+    """
+    from ..engine import Eagle, Eagle3, Ngram, Standalone
 
     classes: dict[str, Callable[..., Draft]] = {"EAGLE": Eagle, "EAGLE3": Eagle3, "STANDALONE": Standalone}
-    return classes[algorithm]
+    return own_class(algorithm) if ":" in algorithm else (classes | {"NGRAM": Ngram})[algorithm]
+
+
+def own_class(path: str) -> Callable[..., Draft]:
+    """Return the draft class at `module:Class`; the module may be in the working directory.
+
+    Raises:
+        ValueError: there is no such module, or no such class in it.
+    """
+    name = f"--speculative-algorithm is {path}, expected module:Class of a Draft"
+    module, _, attribute = path.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{name} ({error})") from error
+    if not callable(found):
+        raise ValueError(f"{name}, got a {type(found).__name__}")
+    draft: Callable[..., Draft] = found
+    return draft
 
 
 def algorithm_of(folder: Path) -> str:

@@ -30,16 +30,21 @@ class CommandParser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         if words and words[0] in self.commands:
             return self.commands[words[0]].parse_args(words[1:], namespace), []
+        for word in words:
+            spelling = word.partition("=")[0]
+            if (name := getattr(self._option_string_actions.get(spelling), "now", None)) is not None:
+                print(f"{self.prog}: {spelling} is {name} since 0.3.0", file=sys.stderr)
         return super().parse_known_args(words, namespace)
 
 
 def add_flag(parser: Container, name: str, *hidden: str, **options: Any) -> None:
-    """Add a flag, and other spellings of it that `--help` does not list."""
+    """Add a flag, and earlier spellings of it that `--help` does not list."""
     action = parser.add_argument(name, **options)
     for other in hidden:
-        parser.add_argument(
+        earlier: Any = parser.add_argument(
             other, **options | {"dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         )
+        earlier.now = name  # for a warning
 
 
 def add_model(parser: argparse.ArgumentParser, default: str = "") -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import speculative_flags
-from .arguments import add_flag
+from .algorithms import CHECKPOINT_ALGORITHMS
+from .arguments import add_flag, model_of
 from .engine_flags import add_engine_flags, options_of
 from .optional_dependencies import guarded, require
 from .tuning_flags import add_tuning
@@ -34,6 +36,7 @@ DEFAULT_PROMPT = '''class Point:
 
 # A short run is repeated without printing, and the fastest counts: other work on the machine only slows it down.
 MAX_RUNS, MIN_SECONDS = 4, 2.0
+LEAST_ROUNDS = 16  # in these, some tokens of a draft that fits are accepted
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -45,14 +48,14 @@ def add_parser(subparsers: Subparsers) -> None:
         "without speculation and print both in a table. Without arguments it uses the tiny model that comes with "
         "the package and a default prompt; on a GPU its EAGLE-3 head drafts, on a CPU the n-gram index.",
     )
-    parser.add_argument("prompt", nargs="?", help="text to continue (default: the head of a small Python class)")
-    add_flag(
-        parser,
-        "--model-path",
-        "--model",
-        metavar="PATH",
-        help="target: a folder, a hub id, or smollm2, the extra's model (default: the packaged tiny model)",
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="target, before a prompt: a folder, a hub id, or smollm2, the extra's model (default: the packaged tiny "
+        "model)",
     )
+    parser.add_argument("prompt", nargs="?", help="text to continue (default: the head of a small Python class)")
+    add_flag(parser, "--model-path", "--model", metavar="PATH", help="the target, as a flag")
     add_engine_flags(parser, "--adapter")
     speculative_flags.add_arguments(parser)
     add_tuning(parser)
@@ -70,6 +73,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace of the rounds")
     parser.add_argument("--no-compare", action="store_true", help="skip the plain decoding run")
+    parser.add_argument(
+        "--compare-transformers", action="store_true", help="also time transformers' own generate, if greedy"
+    )
     parser.set_defaults(run=run)
 
 
@@ -126,6 +132,21 @@ def run(args: argparse.Namespace) -> int:
     return guarded("generate", compare, args)
 
 
+def read_words(args: argparse.Namespace) -> None:
+    """Set `args.model` and `args.prompt`: a single word is a prompt, unless it names a model's folder or an extra's.
+
+    Raises:
+        ValueError: two targets.
+    """
+    from ..smollm2 import NAME
+
+    word = args.model
+    names_model = word is None or word == NAME or os.path.isfile(os.path.join(word, "config.json"))
+    if args.prompt is None and not names_model:
+        args.model, args.prompt = None, word
+    args.model = model_of(args)
+
+
 def compare(args: argparse.Namespace) -> int:
     """Generate with and without drafts; return 1 if speculation changed the text without a near-tie, else 0."""
     from rich.console import Console
@@ -133,7 +154,7 @@ def compare(args: argparse.Namespace) -> int:
     from .near_tie import difference
 
     console = Console(highlight=False)
-    args.model = args.model_path
+    read_words(args)
     model, algorithm, draft, _ = speculative_flags.choose(args)
     sampling = sampling_of(args, model).with_seed()  # one for both runs: it makes their texts the same
     prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
@@ -143,10 +164,13 @@ def compare(args: argparse.Namespace) -> int:
         print_table(console, [first], sampling)
         return 0
     plain, engine = generate(console, args, model, "NONE", None, sampling, prompt, stream=False)
-    print_table(console, [first, plain], sampling)
+    theirs = args.compare_transformers and sampling.temperature == 0 and by_transformers(engine, model, plain.output)
+    print_table(console, [first, plain, *([theirs] if theirs else [])], sampling)
     texts = first.output.tokens, plain.output.tokens
     parted = difference(engine.target.model, plain.output.prompt_tokens, texts, sampling)
     print_comparison(console, first, plain, parted)
+    if theirs:
+        console.print(f"It was {theirs.seconds / first.seconds:.2f} times as fast as transformers' generate.")
     return 0 if parted is None or parted.is_near_tie else 1
 
 
@@ -193,6 +217,29 @@ def timed(engine: Engine, prompt: str, sampling: SamplingParams, algorithm: str,
     return Run(algorithm, output, time.perf_counter() - begin)
 
 
+def by_transformers(engine: Engine, model: Any, output: RequestOutput) -> Run:
+    """Time transformers' own `generate` on the same prompt, for as many tokens as `output` has."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..engine import RequestStats
+
+    theirs: Any = AutoModelForCausalLM.from_pretrained(str(model), dtype=engine.config.dtype)
+    theirs = theirs.to(engine.device)
+    ids = torch.tensor([output.prompt_tokens], device=engine.device)
+    count = len(output.tokens)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "min_new_tokens": count, "pad_token_id": 0}
+    begin = time.perf_counter()
+    runs: list[Run] = []
+    while not runs or (len(runs) < MAX_RUNS and time.perf_counter() - begin < MIN_SECONDS):
+        start = time.perf_counter()
+        tokens = theirs.generate(ids, max_new_tokens=count, **options)[0, ids.shape[1] :].tolist()
+        runs.append(
+            Run("transformers", replace(output, tokens=tokens, stats=RequestStats()), time.perf_counter() - start)
+        )
+    return min(runs, key=lambda run: run.seconds)
+
+
 class Printer:
     """Stream a completion with accepted draft tokens in color."""
 
@@ -223,15 +270,21 @@ def print_table(console: Console, runs: list[Run], sampling: SamplingParams) -> 
     table = Table("", *("plain" if run.name == "NONE" else run.name for run in runs))
     for column in table.columns[1:]:
         column.justify = "right"
-    counts = [run.output.stats for run in runs]
     table.add_row("tokens", *(str(len(run.output.tokens)) for run in runs))
-    table.add_row("rounds", *(str(c.rounds) for c in counts))
-    table.add_row("accept length", *(f"{c.accept_length:.2f}" for c in counts))
-    table.add_row("drafted", *(str(c.drafted) for c in counts))
-    table.add_row("accepted", *(str(c.accepted) for c in counts))
+    ours = [run.output.stats for run in runs if run.name != "transformers"]
+    table.add_row("rounds", *(str(c.rounds) for c in ours))
+    table.add_row("accept length", *(f"{c.accept_length:.2f}" for c in ours))
+    table.add_row("drafted", *(str(c.drafted) for c in ours))
+    table.add_row("accepted", *(str(c.accepted) for c in ours))
     table.add_row("tokens/s", *(f"{len(run.output.tokens) / run.seconds:.1f}" for run in runs))
     console.print("green: drafted and accepted; plain: the target's own token of each round")
     console.print(table)
+    if runs[0].name.startswith(CHECKPOINT_ALGORITHMS) and ours[0].rounds >= LEAST_ROUNDS and not ours[0].accepted:
+        console.print(
+            f"{runs[0].name} had nothing accepted: an untrained draft, or one of another target? "
+            "`specdec doctor` finds out.",
+            style="yellow",
+        )
     if sampling.temperature > 0:
         console.print(f"sampled with --seed {sampling.seed}")
 

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..smollm2 import model_path
-from .algorithms import ALGORITHMS, CHECKPOINT_ALGORITHMS, draft_class
+from .algorithms import ALGORITHMS, CHECKPOINT_ALGORITHMS, algorithm_of, draft_class, one_of
 from .arguments import add_flag, add_model, model_of
 from .tuning_flags import apply_tuning
 
@@ -18,8 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of drafting."""
     parser.add_argument(
         "--speculative-algorithm",
-        choices=ALGORITHMS,
-        help="how to draft (default: NGRAM; for the tiny model on a GPU EAGLE3)",
+        type=one_of(*ALGORITHMS),
+        metavar="NAME",
+        help=f"how to draft: {', '.join(ALGORITHMS)}, or a class of your own as module:Class (default: that of the "
+        "draft model, if one is given, else NGRAM; for the tiny model on a GPU EAGLE3)",
     )
     add_draft_path(parser)
     parser.add_argument("--speculative-num-steps", type=int, metavar="N", help="draft steps per round (5)")
@@ -51,16 +53,22 @@ def add_draft_path(parser: argparse._ActionsContainer, *hidden: str) -> None:
     add_flag(parser, "--speculative-draft-model-path", *hidden, metavar="PATH", help="EAGLE head or small draft model")
 
 
-def add_draft_to_examine(parser: argparse.ArgumentParser) -> None:
-    """Add what `doctor` and `tune` examine: a target, the checkpoint of a draft, and prompts."""
+def add_draft_to_examine(parser: argparse.ArgumentParser, *others: str) -> None:
+    """Add what `doctor` and `tune` examine: a target, a draft, and prompts.
+
+    `others` are algorithms without a checkpoint; if there are none, the checkpoint of a draft is required.
+    """
     add_model(parser)
-    add_draft_path(parser.add_mutually_exclusive_group(required=True), "--draft")
+    add_draft_path(parser.add_mutually_exclusive_group(required=not others), "--draft")
+    algorithms = (*CHECKPOINT_ALGORITHMS, *others)
+    own, without = (", or a class of your own as module:Class", ", NGRAM without one") if others else ("", "")
     add_flag(
         parser,
         "--speculative-algorithm",
         "--algorithm",
-        choices=CHECKPOINT_ALGORITHMS,
-        help="algorithm of the draft (default: by its checkpoint)",
+        type=one_of(*algorithms, own=bool(others)),
+        metavar="NAME",
+        help=f"algorithm of the draft: {', '.join(algorithms)}{own} (default: by its checkpoint{without})",
     )
     parser.add_argument(
         "--prompts",
@@ -76,7 +84,8 @@ def read_draft_to_examine(args: argparse.Namespace) -> None:
         ValueError: no target, or two; an extra that is not installed.
     """
     args.model = model_path(str(model_of(args, required=True)))
-    args.speculative_draft_model_path = model_path(args.speculative_draft_model_path)
+    if args.speculative_draft_model_path is not None:
+        args.speculative_draft_model_path = model_path(args.speculative_draft_model_path)
 
 
 class Chosen(NamedTuple):
@@ -103,6 +112,7 @@ def choose(args: argparse.Namespace) -> Chosen:
 
     from ..engine.config import default_device
     from ..engine.tuning import read_tuning
+    from ..models.weights.checkpoint import local_folder
     from ..tiny import tiny_model
 
     logging.disable_progress_bar()
@@ -119,8 +129,10 @@ def choose(args: argparse.Namespace) -> Chosen:
     if args.model is None:
         torch.set_num_threads(1)  # the model is too small to split: on a busy machine its threads wait for each other
     # On a CPU, a pass of a draft head costs a good part of the tiny model's own: the n-gram index is the faster draft.
-    algorithm = args.speculative_algorithm or ("EAGLE3" if args.model is None and on_gpu else "NGRAM")
-    head = args.speculative_draft_model_path
+    algorithm, head = args.speculative_algorithm, args.speculative_draft_model_path
+    if algorithm is None and head is not None:
+        algorithm = algorithm_of(local_folder(model_path(head), "--speculative-draft-model-path"))
+    algorithm = algorithm or ("EAGLE3" if args.model is None and on_gpu else "NGRAM")
     if algorithm.startswith("EAGLE3") and head is None and args.model is None:
         head = tiny_model("eagle3")
     if isinstance(head, str):
@@ -140,6 +152,8 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     """
     from ..engine import Eagle3, Ngram, Union
 
+    if ":" in algorithm:
+        return own_draft(args, algorithm, head)
     with_model = algorithm not in ("NONE", "NGRAM")
     if with_model and head is None:
         raise ValueError(f"--speculative-draft-model-path is missing, expected a folder or hub id for {algorithm}")
@@ -163,3 +177,17 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
         eagle = Eagle3(head, **{**model, "num_nodes": both})
         return Union(eagle, Ngram(num_nodes=both, corpus=corpus), num_nodes=both)
     return draft_class(algorithm)(head, **model)
+
+
+def own_draft(args: argparse.Namespace, path: str, head: Any) -> Draft:
+    """Make a draft of the class at `module:Class`, from its checkpoint and the options that the flags give.
+
+    Raises:
+        ValueError: there is no such class, or it does not take them.
+    """
+    flags = {"num_steps": "num_steps", "topk": "eagle_topk", "num_nodes": "num_draft_tokens", "corpus": "ngram_corpus"}
+    given = {name: value for name, flag in flags.items() if (value := getattr(args, f"speculative_{flag}"))}
+    try:
+        return draft_class(path)(*([] if head is None else [head]), **given)
+    except TypeError as error:
+        raise ValueError(f"--speculative-algorithm is {path}, which does not take its flags: {error}") from error

@@ -28,9 +28,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "tune",
         help="measure which steps, branches and nodes are fastest here",
         description="Generate from prompts with chains and trees of several sizes, and without drafts, at several "
-        "batch sizes, and print which is fastest. Ctrl-C ends the measurements and keeps what has been measured.",
+        "batch sizes, and print which is fastest; of the n-gram index and of a draft of your own, with several numbers "
+        "of nodes. Ctrl-C ends the measurements and keeps what has been measured.",
     )
-    add_draft_to_examine(parser)
+    add_draft_to_examine(parser, "NGRAM")
     parser.add_argument(
         "--batch", default="1,8,32", metavar="N", help="batch sizes to try, separated by commas (1,8,32)"
     )
@@ -134,7 +135,5 @@ def show(found: Measured) -> None:
     if (best := found.recommended) is None:
         print("No draft is faster than none here.")
     else:
-        print(
-            f"Fastest over all batches: --speculative-num-steps {best.num_steps} --speculative-eagle-topk {best.topk} "
-            f"--speculative-num-draft-tokens {best.num_nodes}"
-        )
+        flags = {"num-steps": best.num_steps, "eagle-topk": best.topk, "num-draft-tokens": best.num_nodes}
+        print("Fastest over all batches:", *(f"--speculative-{name} {value}" for name, value in flags.items() if value))

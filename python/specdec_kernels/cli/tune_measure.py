@@ -18,7 +18,7 @@ from ..engine import Draft, Engine, RequestStats, SamplingParams
 from ..engine.text.prompts import load_tokenizer
 from ..engine.tuning import SCHEMA
 from ..models.weights.checkpoint import local_folder
-from .algorithms import algorithm_of, draft_class
+from .algorithms import CHECKPOINT_ALGORITHMS, algorithm_of, draft_class
 from .engine_flags import options_of as engine_options
 from .progress import progress
 from .prompts import read_prompts, with_template, without_template
@@ -27,7 +27,7 @@ MAX_PROMPTS = 12  # prompts that small batches generate from, batch after batch
 
 
 class Options(NamedTuple):
-    """Options of a draft; num_nodes 1 is plain decoding."""
+    """Options of a draft, 0 for one that it does not have; num_nodes 1 is plain decoding."""
 
     num_steps: int
     topk: int
@@ -35,7 +35,7 @@ class Options(NamedTuple):
 
     @property
     def name(self) -> str:
-        return ", ".join(map(str, self)) if self.num_nodes > 1 else "plain"
+        return ", ".join(str(value) for value in self if value) if self.num_nodes > 1 else "plain"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Measured:
     """
 
     model: str
-    draft: str
+    draft: str | None
     algorithm: str
     rows: list[Row]
     complete: bool
@@ -130,6 +130,11 @@ def options_of(num_steps: Sequence[int], topk: Sequence[int], nodes: Sequence[in
     return [Options(0, 1, 1), *chains, *trees]
 
 
+def nodes_alone(nodes: Sequence[int]) -> list[Options]:
+    """List plain decoding, then drafts that have no other option than their nodes."""
+    return [Options(0, 1, 1), *(Options(0, 0, count) for count in nodes if count > 1)]
+
+
 def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic) -> Measured:
     """Measure every draft at every batch size, until `args.seconds` have passed.
 
@@ -149,17 +154,24 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
         with_template(prompt, tokenizer) if chat else tokenizer(without_template(prompt))["input_ids"]
         for prompt in read_prompts(args.prompts)
     ]
-    folder = local_folder(args.speculative_draft_model_path, "--speculative-draft-model-path")
-    algorithm = args.speculative_algorithm or algorithm_of(folder)
+    path, nodes = args.speculative_draft_model_path, args.speculative_num_draft_tokens
+    folder = None if path is None else local_folder(path, "--speculative-draft-model-path")
+    algorithm = args.speculative_algorithm or ("NGRAM" if folder is None else algorithm_of(folder))
+    if (folder is None) == (algorithm in CHECKPOINT_ALGORITHMS) and ":" not in algorithm:
+        expected = "a folder or hub id" if folder is None else "none"
+        raise ValueError(f"--speculative-draft-model-path is {path}, expected {expected} for {algorithm}")
     model: Any = args.model
-    drafts = options_of(args.speculative_num_steps, args.speculative_eagle_topk, args.speculative_num_draft_tokens)
+    drafts = nodes_alone(nodes)
+    if algorithm in CHECKPOINT_ALGORITHMS:
+        drafts = options_of(args.speculative_num_steps, args.speculative_eagle_topk, nodes)
     rows: list[Row] = []
     calibrations: dict[Options, list[Any]] = {}
 
     def engine(options: Options) -> Engine:
         draft: Draft | None = None
         if options.num_nodes > 1:
-            draft = draft_class(algorithm)(folder, **options._asdict())
+            given = {name: value for name, value in options._asdict().items() if value}
+            draft = draft_class(algorithm)(*([] if folder is None else [folder]), **given)
         return Engine(model, draft, options=engine_options(args, adaptive=False, num_slots=max(args.batch)))
 
     complete = False
@@ -180,7 +192,7 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
             complete = len(rows) == len(drafts) * len(args.batch)
     except KeyboardInterrupt:  # keep what has been measured
         pass
-    return Measured(str(args.model), str(args.speculative_draft_model_path), algorithm, rows, complete, calibrations)
+    return Measured(str(args.model), None if path is None else str(path), algorithm, rows, complete, calibrations)
 
 
 def timed(engine: Engine, options: Options, batch: int, prompts: Sequence[list[int]], max_new_tokens: int) -> Row:
