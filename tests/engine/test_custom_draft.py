@@ -335,6 +335,7 @@ class Asking(Draft):
         ({"feature_layers": (0, 5)}, "feature_layers=(0, 5), expected 0 to 4 (the target's)"),
         ({"scratch_rows": -1}, "scratch_rows=-1, expected 0 or more"),
         ({"kv_numbers": -1}, "kv_numbers=-1, expected 0 or more"),
+        ({"tensor_prefixes": ("",)}, "tensor_prefixes=('',), expected prefixes that are not empty"),
         ({"max_idle_rounds": -1}, "max_idle_rounds=-1, expected 0 or more"),
     ],
     ids=str,

@@ -328,6 +328,7 @@ EXPECTED = "expected what `specdec tune --out` or `Engine.tuning` gave"
     ("text", "message"),
     [
         ("{", f", which is not JSON, {EXPECTED}"),
+        ("[" * 200_000, f", which is not JSON, {EXPECTED}"),
         ("[]", f" without a schema, {EXPECTED}"),
         ("{}", f" without a schema, {EXPECTED}"),
         ('{"schema": 2}', " of schema 2, expected schema 1"),

@@ -362,6 +362,15 @@ def test_files_are_those_that_an_index_names(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
     with pytest.raises(ValueError, match=r"names \.\./one.safetensors, expected files of its own folder"):
         load_tensors(tmp_path)
+    for content, said in (
+        ({"weight_map": {"a": 3}}, "has 3 for a, expected the name of a file"),
+        ({"weight_map": [3]}, "has no weight_map, expected one from tensors to files"),
+        (3, "has no weight_map, expected one from tensors to files"),
+    ):
+        index.write_text(json.dumps(content))
+        with pytest.raises(ValueError) as error:
+            load_tensors(tmp_path)
+        assert str(error.value) == f"checkpoint: {index} {said}"
     save_file({"d": torch.ones(1)}, tmp_path / "model.safetensors")
     assert load_tensors(tmp_path).keys() == {"d"}
     (tmp_path / "model.safetensors").write_bytes(b"not so")

@@ -107,6 +107,9 @@ def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
 
     module, reduction = module_of("llama"), ThreadReduction(4)
     assert said(lambda: Shard(2, 2)) == "Shard: rank is 2, expected 0 to 1"
+    assert said(lambda: options(shard=Shard(0, 2))) == (
+        "model: reduction is LOCAL, expected one that sums the outputs of 2 ranks"
+    )
     assert said(lambda: CausalLM(module, options(shard=Shard(0, 4), reduction=reduction))) == (
         "model: num_key_value_heads is 2, expected a multiple of 4 (ranks)"
     )
@@ -123,7 +126,7 @@ def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
 
 def test_transformers_backend_refuses_a_shard() -> None:
     with pytest.raises(ValueError) as error:
-        TransformersLM(module_of("llama"), options(shard=Shard(0, 2)))
+        TransformersLM(module_of("llama"), options(shard=Shard(0, 2), reduction=ThreadReduction(2)))
     assert str(error.value) == (
         "model: shard is Shard(rank=0, size=2), expected Shard(rank=0, size=1) with implementation='transformers'"
     )

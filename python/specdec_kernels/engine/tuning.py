@@ -47,7 +47,7 @@ def read_tuning(source: TuningSource, name: str = "Engine: tuning") -> dict[str,
             text = ""
         try:
             tuning = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # nested too deep
             raise ValueError(f"{what}, which is not JSON, expected {EXPECTED}") from None
     else:
         raise TypeError(f"{name} is a {type(source).__name__}, expected a path, a dict or None")

@@ -46,3 +46,9 @@ class ModelOptions:
     window_pages: Mapping[int, int] = field(default_factory=dict)
     shard: Shard = WHOLE
     reduction: Reduction = LOCAL
+
+    def __post_init__(self) -> None:
+        if self.shard != WHOLE and self.reduction is LOCAL:
+            raise ValueError(
+                f"{self.name}: reduction is LOCAL, expected one that sums the outputs of {self.shard.size} ranks"
+            )

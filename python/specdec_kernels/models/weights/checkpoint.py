@@ -187,11 +187,16 @@ def weights_file(folder: Path) -> Path:
 
 def weight_map(index: Path) -> dict[str, str]:
     """Return the file, next to the index, that holds each tensor."""
-    files: dict[str, str] = read_json(index)["weight_map"]
-    for file in files.values():
+    content = read_json(index)
+    files: Any = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError(f"checkpoint: {index} has no weight_map, expected one from tensors to files")
+    for name, file in files.items():
+        if not isinstance(file, str):
+            raise ValueError(f"checkpoint: {index} has {file!r} for {name}, expected the name of a file")
         if Path(file).name != file:
             raise ValueError(f"checkpoint: {index} names {file}, expected files of its own folder")
-    return files
+    return {str(name): str(file) for name, file in files.items()}
 
 
 def unpickled(file: Path, device: str) -> dict[str, Tensor]:
