@@ -12,7 +12,7 @@
 namespace specdec::layers {
 namespace {
 
-constexpr int kThreads = 256, kRowThreads = 1024;
+constexpr int kThreads = 256, kMaxRowThreads = 1024;
 constexpr int kPerLane = kFp8Group / kWarp;
 
 __device__ __forceinline__ float warp_max(float x) {
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kThreads) quantize_groups_kernel(QuantizeFp8Pa
 }
 
 template <class T, bool kVectorized>
-__global__ void __launch_bounds__(kRowThreads) quantize_rows_kernel(QuantizeFp8Params p) {
-  __shared__ float warp_maxima[kRowThreads / kWarp];
+__global__ void __launch_bounds__(kMaxRowThreads) quantize_rows_kernel(QuantizeFp8Params p) {
+  __shared__ float warp_maxima[kMaxRowThreads / kWarp];
   begin_kernel();
   const int64_t row = blockIdx.x, step = int64_t{blockDim.x} / kWarp * kFp8Group;
   const T* const x = static_cast<const T*>(p.x) + row * p.x_stride;
@@ -114,7 +114,7 @@ void start(const QuantizeFp8Params& p, Stream stream) {
     const int64_t warps = (p.width + kFp8Group - 1) / kFp8Group;
     launch("quantize_fp8", quantize_rows_kernel<T, kVectorized>,
            {.grid = grid_x("quantize_fp8", p.rows),
-            .threads = static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kRowThreads))},
+            .threads = static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kMaxRowThreads))},
            stream, p);
   }
 }
