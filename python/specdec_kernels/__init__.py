@@ -11,11 +11,13 @@ from ._C import version as __version__
 from ._deprecated import deprecated
 from .ngram import NgramDraft, NgramIndex, NgramStatistics
 from .ops import *  # noqa: F403
-from .plans import A100, H200, L40S, AttentionPlan, Gpu, attention_plan
+from .plans import A100, B200, H100, H200, L40S, AttentionPlan, Gpu, attention_plan
 from .status import Edit, FinishReason, Status
 
 __all__ = [
     "A100",
+    "B200",
+    "H100",
     "H200",
     "L40S",
     "AttentionPlan",

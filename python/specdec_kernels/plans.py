@@ -18,7 +18,8 @@ class Gpu(NamedTuple):
     shared_bytes_per_sm: int
 
 
-H200 = Gpu(132, True, 227 * 1024, 228 * 1024)
+H100 = H200 = Gpu(132, True, 227 * 1024, 228 * 1024)
+B200 = Gpu(148, False, 227 * 1024, 228 * 1024)
 A100 = Gpu(108, False, 163 * 1024, 164 * 1024)
 L40S = Gpu(142, False, 99 * 1024, 100 * 1024)
 

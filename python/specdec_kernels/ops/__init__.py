@@ -40,7 +40,18 @@ from .draft import (
     select_topk,
     update_calibration,
 )
-from .kv import PagePool, alloc_pages, assign_pages, copy_kv, fork_pages, free_pages, make_page_pool, move_kv, write_kv
+from .kv import (
+    PagePool,
+    alloc_pages,
+    assign_pages,
+    copy_kv,
+    fork_pages,
+    free_pages,
+    make_page_pool,
+    move_kv,
+    page_table_of_lists,
+    write_kv,
+)
 from .layers import (
     Routing,
     add_rms_norm,
@@ -63,7 +74,9 @@ from .tree import (
     build_tree_from_mask,
     build_tree_from_parents,
     merge_trees,
+    pack_mask,
     pack_trees,
+    pack_whole_trees,
 )
 from .verify import (
     LogitEdits,
@@ -122,7 +135,10 @@ __all__ = [
     "moe_grouped_gemm",
     "moe_route",
     "move_kv",
+    "pack_mask",
     "pack_trees",
+    "pack_whole_trees",
+    "page_table_of_lists",
     "quantize_fp8",
     "rms_norm_concat",
     "rope_qkv_write_kv",

@@ -45,11 +45,11 @@ def arange_like(like: Any, start: int, stop: int, step: int) -> Any:
     return library.arange(start, stop, step)
 
 
-def bit_numbers(like: Any) -> Any:
-    """Return 0 to 63 on the device of `like`: the shifts of a 64-bit word."""
+def range_on_device(like: Any, count: int) -> Any:
+    """Return 0 to count - 1 on the device of `like`."""
     if hasattr(like, "new_empty"):
-        return sys.modules["torch"].arange(64, device=like.device)
-    return sys.modules["numpy"].arange(64)
+        return sys.modules["torch"].arange(count, device=like.device)
+    return sys.modules["numpy"].arange(count)
 
 
 def wrong_type(op: str, name: str, value: Any, kind: type) -> TypeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from .. import _C
-from ._alloc import arange_like, as_nhd, empty, shape_of
+from ._alloc import arange_like, as_nhd, empty, range_on_device, shape_of
 from ._tensor import Tensor
 
 
@@ -335,3 +335,43 @@ def copy_kv(
     """
     k_pools, v_pools = as_nhd("copy_kv", layout, k_pools, v_pools)
     _C.copy_kv(stream, k_pools, v_pools, page_table, src_slots, dst_slots, prefix_lens, num_rows, page_refs, status)
+
+
+def page_table_of_lists(indptr: Tensor, indices: Tensor, *, max_pages: int | None = None) -> Tensor:
+    """Return the page table for lists of pages in CSR form, as FlashInfer's `kv_indptr` and `kv_indices`.
+
+    Args:
+        indptr: [B + 1] integers: slot b has `indices[indptr[b]:indptr[b + 1]]`.
+        indices: page ids, one list after the other.
+        max_pages: width of the table. None: the longest list, which a GPU is waited for. On a GPU longer lists are cut:
+            the ops then report BAD_LENGTH for rows beyond the table.
+
+    Returns:
+        [B, max_pages] int32, -1 after the end of a list; torch or NumPy as the arguments are.
+
+    Raises:
+        ValueError: another number of dimensions; on the CPU, a list longer than max_pages, or indptr that falls, does
+            not begin at 0 or does not end at the length of indices.
+    """
+    op = "page_table_of_lists"
+    (ends,), (total,) = shape_of(op, "indptr", indptr, 1), shape_of(op, "indices", indices, 1)
+    counts = indptr[1:] - indptr[:-1]
+    on_host = not getattr(indptr, "is_cuda", False)
+    longest = int(counts.max()) if ends > 1 and (on_host or max_pages is None) else 0
+    if on_host:
+        least = int(counts.min()) if ends > 1 else 0
+        if ends < 1 or int(indptr[0]) != 0 or int(indptr[-1]) != total or least < 0:
+            raise ValueError(f"{op}: indptr is no list of ends, expected 0 to {total} (the length of indices), rising")
+        if max_pages is not None and longest > max_pages:
+            raise ValueError(f"{op}: max_pages is {max_pages}, expected at least {longest} (the longest list)")
+    width = longest if max_pages is None else max_pages
+    table = empty(op, indices, (max(ends - 1, 0), width), "int32")
+    table[...] = -1
+    if total == 0 or width == 0:
+        return table
+    columns = range_on_device(indptr, width)
+    used = columns < counts[:, None]
+    places = (indptr[:-1, None] + columns).clip(0, total - 1)
+    table[...] = indices[places]
+    table[~used] = -1
+    return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ._alloc import bit_numbers, empty, shape_of
+from ._alloc import empty, range_on_device, shape_of
 from ._tensor import Tensor
 
 
@@ -39,7 +39,7 @@ class Tree(NamedTuple):
             `torch.nn.functional.scaled_dot_product_attention`, and the lookup table of a `mask_mod` for FlexAttention.
         """
         batch, nodes, words = self.mask.shape
-        bits = (self.mask[..., None] >> bit_numbers(self.mask)) & 1
+        bits = (self.mask[..., None] >> range_on_device(self.mask, 64)) & 1
         return (bits != 0).reshape(batch, nodes, 64 * words)[:, :, :nodes]
 
 

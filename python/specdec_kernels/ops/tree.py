@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from .. import _C
 from .._deprecated import takes_old_arguments
-from ._alloc import empty, shape_of, wrong_type
+from ._alloc import empty, range_on_device, shape_of, wrong_type
 from ._tensor import Tensor
 from .structs import Candidates, Tree, tree_outputs
 
@@ -323,3 +323,55 @@ def pack_trees(
         raise wrong_type(op, "out", out, PackedNodes)
     _C.pack_trees(stream, *tree, scores, allocation.num_nodes, allocation.cu_seqlens, num_rows, *out)
     return out
+
+
+def pack_whole_trees(tree: Tree, *, num_rows: int | None = None) -> tuple[PackedNodes, Tensor]:
+    """Write the nodes of trees of different sizes as packed rows, without scores: `pack_trees` of all nodes.
+
+    Args:
+        tree: [B, N]; num_nodes says how many nodes of each row are used.
+        num_rows: M, the packed rows; nodes whose row is not in 0..M - 1 are omitted. None: B * N, which holds all.
+
+    Returns:
+        PackedNodes, whose scores are 0, and `cu_seqlens_q` [B + 1] int32 for the ops that take packed rows.
+
+    Raises:
+        TypeError: tree is no Tree.
+        ValueError: what `pack_trees` refuses.
+    """
+    op = "pack_whole_trees"
+    if not isinstance(tree, Tree):
+        raise wrong_type(op, "tree", tree, Tree)
+    batch, nodes = shape_of(op, "tree.tokens", tree.tokens, 2)
+    ends = empty(op, tree.tokens, (batch + 1,), "int32")
+    ends[0] = 0
+    ends[1:] = tree.num_nodes.cumsum(0)
+    scores = empty(op, tree.tokens, (batch, nodes), "float32")
+    scores[...] = 0
+    unused = scores[0, :0] if batch else scores.reshape(0)
+    allocation = NodeAllocation(tree.num_nodes, ends, unused, unused)
+    return pack_trees(tree, scores, allocation, batch * nodes if num_rows is None else num_rows), ends
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """Pack a dense mask into the bit patterns that ops take; `Tree.dense_mask` does the reverse.
+
+    Args:
+        mask: [..., N] bool, torch or NumPy: row i sees column j. No additive mask of 0 and -inf.
+
+    Returns:
+        [..., ceil(N / 64)] int64: bit j % 64 of word j // 64 is column j.
+
+    Raises:
+        ValueError: mask has another dtype than bool, or no dimension.
+    """
+    op = "pack_mask"
+    if not str(mask.dtype).endswith("bool") or not mask.shape:
+        raise ValueError(f"{op}: mask is {mask.dtype} of shape {list(mask.shape)}, expected bool of shape [..., N]")
+    columns = mask.shape[-1]
+    words = -(-columns // 64)
+    bits = empty(op, mask, (*mask.shape[:-1], words * 64), "int64")
+    bits[...] = 0
+    bits[..., :columns] = mask
+    shifted = bits.reshape(*mask.shape[:-1], words, 64) << range_on_device(mask, 64)
+    return shifted.sum(-1)
