@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from specdec_kernels.engine import Eagle3, Engine
-from specdec_kernels.exactness import DIFFERENCE, NEAR_TIE, Endpoint, Options, Result, Run, Side, as_json, open_side
+from specdec_kernels.exactness import DIFFERENCE
 from specdec_kernels.exactness.answers import Answer
 from specdec_kernels.exactness.cases import BOTH, COMPLETIONS, FEATURES, Case, make_case
 from specdec_kernels.exactness.check import Limits
 from specdec_kernels.exactness.sides import measured_limits
 from specdec_kernels.tiny import tiny_model
 from support.defective_proxy import DEFECTS, proxied
+from support.exact_servers import OFF, check, expect_exact, side_of
 from support.server_thread import Running, serving
 
 PAIRS = 5000
 SEED = 1
 USED = {"stream", "seeded", "stop", "logprobs", "short", "named tool", "draft depth", "logit_bias"}
-OFF = {"speculation": "off"}
 
 
 @pytest.fixture(scope="module")
@@ -45,35 +45,10 @@ def server() -> Iterator[Running]:
         yield running
 
 
-def url_of(server: Running) -> str:
-    return f"http://127.0.0.1:{server.port}"
-
-
-def side(url: str, **fields: Any) -> Side:
-    return open_side(Endpoint(url, fields=fields), None, "auto")
-
-
-def check(server: Running, url: str | None = None, **options: Any) -> Result:
-    """Compare the server with itself without speculation."""
-    given = {"seed": SEED, "max_tokens": 16, "shrink": 1} | options
-    return Run(side(url or url_of(server)), side(url_of(server), **OFF), Options(**given)).run()
-
-
-def test_answers_with_and_without_speculation_are_equal(server: Running) -> None:
-    before = server.engine.stats()
-    result = check(server, requests=24)
-    stats = server.engine.stats() - before
-    assert result.is_exact, as_json(result, side(url_of(server)), side(url_of(server)), Options(), "", "")[
-        "differences"
-    ]
-    assert result.pairs >= 24 and result.limit == 1e-3 and len(result.of_kind(NEAR_TIE)) <= 1
-    assert stats.prefix_hits > 0
-
-
 @pytest.mark.exhaustive
 def test_answers_of_5000_requests_are_equal(server: Running) -> None:
-    result = check(server, requests=int(os.environ.get("SPECDEC_PAIRS", PAIRS)), max_tokens=24)
-    assert result.is_exact and len(result.of_kind(NEAR_TIE)) <= result.texts / 200
+    count = int(os.environ.get("SPECDEC_PAIRS", PAIRS))
+    expect_exact(check(side_of(server), side_of(server, **OFF), requests=count, max_tokens=24), side_of(server))
 
 
 # --- defects of a server
@@ -83,7 +58,7 @@ class Finder:
     """Finds requests on which a defect shows."""
 
     def __init__(self, server: Running) -> None:
-        self.side = side(url_of(server), **OFF)
+        self.side = side_of(server, **OFF)
         guess = Limits(256, 16, {}, 1500)
         self.limits = measured_limits(self.side, guess, COMPLETIONS)
         self.taken: set[int] = set()
@@ -145,12 +120,12 @@ def test_every_defect_is_found_and_its_request_named(server: Running) -> None:
     with proxied(server.port) as proxy:
         proxy.defects = {case.body["seed"]: DEFECTS[name] for name, case in cases.items()}
         indices = sorted([*others, *(case.index for case in cases.values())])
-        result = check(server, proxy.url, only=indices, skip={*FEATURES} - USED)
+        result = check(side_of(proxy.url), side_of(server, **OFF), only=indices, skip={*FEATURES} - USED)
     findings = {finding.suspect.case.index: finding for finding in result.of_kind(DIFFERENCE)}
     assert {case.index: name for name, case in cases.items()} == {
         index: next(name for name, case in cases.items() if case.index == index) for index in findings
     }
-    assert len(result.findings) == len(cases) and not result.is_exact
+    assert len(result.findings) == len(cases) and not result.is_exact and result.limit == 1e-3
     for name, case in cases.items():
         finding = findings[case.index]
         assert finding.suspect.mismatches[0].field == FIELDS.get(name, "text"), name

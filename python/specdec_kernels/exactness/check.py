@@ -148,9 +148,8 @@ class Run:
         path = next(path for path in BOTH[::-1] if path in found.usable)
         found.limits = measured_limits(self.theirs, guess, path)
         limit = options.limit
-        if "logprobs" in found.usable:
-            found.noise = self._noise(found)
         if limit is None:
+            found.noise = self._noise(found) if "logprobs" in found.usable else None
             limit = min(max(NOISE_FACTOR * (found.noise or 0.0), LEAST_LIMIT), MOST_LIMIT)
         return Result(found, limit)
 
