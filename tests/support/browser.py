@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -33,6 +34,15 @@ class Page:
     def open(self, url: str) -> None:
         self._call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
+
+    def resize(self, width: int, height: int) -> None:
+        """Show the page on a screen of these CSS pixels; a narrow one is a phone's."""
+        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._call("Emulation.setDeviceMetricsOverride", **screen)
+
+    def screenshot(self, file: Path) -> None:
+        """Write the visible part of the page as PNG."""
+        file.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))
 
     def value(self, expression: str) -> Any:
         """Return the value of an expression; wait for it if it is a promise."""
