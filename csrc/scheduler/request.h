@@ -7,6 +7,7 @@
 #include <iterator>
 #include <limits>
 #include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -75,13 +76,14 @@ struct alignas(64) Request {
   Sampling sampling = {};
   int32_t ngram_group = 0;
   int32_t priority = 0;
+  int64_t turn = 0;                     // in the queue, within its priority; see Scheduler::queue
   int64_t deadline = kNoDeadline;       // of round::nanoseconds
   std::shared_ptr<void> extra = {};     // as in Admitted
   PrefixCache::Node* prefix = nullptr;  // the shared pages, locked; null: none
   std::unique_ptr<Scores> scores = {};  // of the tokens not yet emitted, if they are wanted
 
   // Orders requests in the queue, in prefill, and in keeping a slot: lower ranks come first.
-  std::pair<int32_t, int64_t> rank() const { return {priority, id}; }
+  std::tuple<int32_t, int64_t, int64_t> rank() const { return {priority, turn, id}; }
   int64_t seq_len() const { return static_cast<int64_t>(text.size()) - 1; }
   bool running() const { return state == RequestState::kRunning; }
   bool wants_drafts() const { return max_nodes > 1; }

@@ -14,6 +14,9 @@
 namespace specdec::scheduler {
 namespace {
 
+// Of a request of a large call, see Scheduler::queue.
+constexpr int64_t kTurns = 2;
+
 std::vector<int32_t> checked_tokens(Check& check, const char* name, const std::vector<int64_t>& tokens) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   for (size_t i = 0; i < tokens.size(); ++i)
@@ -103,13 +106,18 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   return request;
 }
 
-// Queues requests and returns the id of the first.
+// Queues requests and returns the id of the first. The turn of a request is the number of those that had left the queue
+// when it came; that of each further one of a call is kTurns later. So among requests of other calls, which come while
+// those of a large call wait, every kTurns-th slot is the large call's.
 int64_t Scheduler::queue(const char* op, std::span<std::unique_ptr<Request>> requests) {
   const std::lock_guard lock(mutex_);
   if (stopping_)
     throw std::runtime_error(std::string(op).append(": the scheduler has been stopped, expected one that runs"));
   const int64_t first = next_id_;
+  turn_ = std::max(turn_, first - (static_cast<int64_t>(live_ids_.size()) - num_held_));
+  int64_t turn = turn_;
   for (auto& request : requests) {
+    request->turn = std::exchange(turn, turn + kTurns);
     live_ids_.insert(request->id = next_id_++);
     submitted_.push_back(std::move(request));
   }

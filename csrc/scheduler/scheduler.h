@@ -274,6 +274,7 @@ class Scheduler {
   bool stopping_ = false;
   bool finished_ = false;  // `run` has returned for good
   Pause pause_;
+  int64_t turn_ = 0;  // of a request that comes now; see queue
   int64_t next_id_ = 0;
 
   UpdateQueue update_queue_;

@@ -29,6 +29,7 @@ from specdec_kernels.engine import (
     Request,
     SamplingParams,
 )
+from specdec_kernels.tiny import tiny_model
 from support.leaks import expect_nothing_left
 from support.observed_rounds import launches_of, wrap_launch
 from support.paused_rounds import rounds_held
@@ -745,3 +746,18 @@ def test_processes_end_with_requests_running() -> None:
     assert done.stdout.splitlines() == codes, done.stderr
     errors = [line for line in done.stderr.splitlines() if "Error" in line or "Fatal" in line or "terminate" in line]
     assert errors == ["KeyError: 'mine'"], done.stderr
+
+
+def test_large_call_lets_later_requests_pass() -> None:
+    """Half of the slots are for others while its texts wait; its own order is kept."""
+    ended: list[str] = []
+    with Engine(tiny_model("target"), device="cpu", max_len=64, num_slots=1, adaptive=False) as engine:
+        many = engine.submit_many([[5 + i, 6] for i in range(12)], SamplingParams(4, ignore_eos=True))
+        one, two = (engine.submit([3, token], SamplingParams(4, ignore_eos=True)) for token in (7, 8))
+        names = [str(i) for i in range(12)]
+        for name, request in zip([*names, "one", "two"], [*many, one, two], strict=True):
+            request.add_done_callback(lambda _, name=name: ended.append(name))  # type: ignore[misc]
+        for request in (*many, one, two):
+            request.result()
+    assert [name for name in ended if name.isdecimal()] == names
+    assert ended.index("one") <= 4 and ended.index("two") <= 6

@@ -204,6 +204,7 @@ class Sent:
     constrained: bool = False
     priority: int = 0
     timeout_ns: int = 0
+    turn: int = 0  # in the queue, within its priority
     rounds: int = 0  # but for first ones
     drafted: int = 0
     accepted: int = 0
@@ -262,6 +263,7 @@ class Device:
         self.priorities = [0]  # of requests, in turn
         self.timeouts = [0]
         self.on_call: Any = lambda: None  # from inside an executor call
+        self.turn = 0  # of a request that comes now
         self.driven = False  # by a thread of its own, so that the device may be ahead of what is emitted
         self.spoil: Any = lambda row, sent: None  # damages a row of the results
 
@@ -284,8 +286,9 @@ class Device:
             return request_id
         wants = self.wants(number, max_new_tokens)
         options = self.sampling(number) | wants | {"streams": self.streams, "ngram_group": number % 5}
+        turn = self.next_turn()
         request_id = self.scheduler.submit(submission(prompt, max_new_tokens, stop_tokens, **options))
-        self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens, **wants)
+        self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens, **wants, turn=turn)
         return request_id
 
     def wants(self, number: int, max_new_tokens: int) -> dict[str, Any]:
@@ -306,10 +309,19 @@ class Device:
             submission(*request, **self.sampling(number), **wanted, ngram_group=number % 5, streams=self.streams)
             for number, (request, wanted) in enumerate(zip(requests, wants, strict=True), first)
         ]
+        turn = self.next_turn()
         ids = self.scheduler.submit_many(every)
-        for request_id, request, wanted in zip(ids, requests, wants, strict=True):
-            self.sent[request_id] = Sent(*request, **wanted)
+        for place, (request_id, request, wanted) in enumerate(zip(ids, requests, wants, strict=True)):
+            self.sent[request_id] = Sent(*request, **wanted, turn=turn + 2 * place)
         return ids
+
+    def next_turn(self) -> int:
+        """Return how many requests have left the queue so far; those of a call come two turns apart.
+
+        Where another thread drives the loop, calls of one request come in the order of their ids.
+        """
+        self.turn = 0 if self.driven else max(self.turn, len(self.sent) - self.scheduler.num_waiting)
+        return self.turn
 
     def submit_any(self) -> int:
         rng, next_id = self.rng, len(self.sent)
@@ -432,8 +444,9 @@ class Device:
         ended = {i for i, s in self.sent.items() if s.reason or s.ended} | self.to_cancel
         return [i for i in sorted(self.visible, key=self.rank) if i not in held | ended]
 
-    def rank(self, request_id: int) -> tuple[int, int]:
-        return self.sent[request_id].priority, request_id
+    def rank(self, request_id: int) -> tuple[int, int, int]:
+        sent = self.sent[request_id]
+        return sent.priority, sent.turn, request_id
 
     def by_rank(self, slots: list[Slot]) -> list[Slot]:
         return sorted(slots, key=lambda slot: self.rank(slot.request_id))
@@ -456,7 +469,7 @@ class Device:
         assert slot not in self.slots and 0 <= slot < self.sizes.num_slots
         assert text == sent.prompt + sent.produced, "a retracted request returns with what it produced"
         if self.visible:
-            assert request_id == self.waiting()[0], "by priority, and first come, first served"
+            assert request_id == self.waiting()[0], "by priority, then turn, then order of arrival"
         rows, first = len(cached) * self.sizes.page_size, slot * self.sizes.max_pages
         assert not cached or (self.sizes.prefix_cache and rows < len(text)), "the root's row is left to prefill"
         state = self.slots[slot] = Slot(slot, request_id, list(text), rows, drafted=rows, notified=len(text))

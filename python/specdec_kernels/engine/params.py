@@ -80,7 +80,8 @@ class SamplingParams:
             model's own logits, without bias and penalties. The prompt is prefilled as a whole then, without cached
             rows. Does not change the text.
         priority: requests with a lower number get a slot first, and keep it longest if pages run out; then the order of
-            submission decides. A running request is not interrupted to let another start.
+            submission decides, in which a large call lets later ones pass. A running request is not interrupted to let
+            another start.
         timeout: seconds from submission to end, waiting included, above 0. A late request ends with
             `FinishReason.TIMEOUT` after the round that runs then; the output keeps the tokens up to then. None: no
             limit.
