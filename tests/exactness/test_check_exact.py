@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specdec_kernels import cli
 from specdec_kernels.engine import Eagle3, Engine
 from specdec_kernels.exactness import DIFFERENCE
 from specdec_kernels.exactness.answers import Answer
@@ -16,7 +19,7 @@ from specdec_kernels.exactness.cases import BOTH, COMPLETIONS, FEATURES, Case, m
 from specdec_kernels.exactness.check import Limits
 from specdec_kernels.exactness.sides import measured_limits
 from specdec_kernels.tiny import tiny_model
-from support.defective_proxy import DEFECTS, proxied
+from support.defective_proxy import DEFECTS, Defect, proxied, swap_token
 from support.exact_servers import OFF, check, expect_exact, side_of
 from support.server_thread import Running, serving
 
@@ -132,3 +135,43 @@ def test_every_defect_is_found_and_its_request_named(server: Running) -> None:
         assert finding.reproduces == ("under load" if name == "leaked prefix" else "alone"), name
     smallest = [finding.smallest for finding in result.of_kind(DIFFERENCE)]
     assert all(smallest) and len(smallest[0].body["prompt"]) == 1 and smallest[0].body["max_tokens"] == 1
+
+
+# --- the command
+
+
+def test_command_reports_and_its_exit_code_says_what_it_found(
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = Finder(server).find(lambda case: {*case.features} == {"completion", "stop"})
+    skip = ",".join(name for name in FEATURES if name not in USED)
+    with proxied(server.port) as proxy:
+        proxy.defects = {case.body["seed"]: Defect(answer=swap_token)}
+        arguments = ["--skip", skip, "--max-tokens", "16", "--shrink", "0", "--report", str(tmp_path / "report.json")]
+        command = ["check-exact", "--server", proxy.url, "--against", f"http://127.0.0.1:{server.port}/v1", *arguments]
+        assert cli.main([*command, "--only", str(case.index)]) == 1
+        said, report = capsys.readouterr().out, json.loads((tmp_path / "report.json").read_text())
+        assert f"DIFFERENCE: request {case.index} (completion, stop)" in said and "smallest: curl http://" in said
+        assert [one["request"] for one in report["differences"]] == [case.index] and not report["exact"]
+        assert report["differences"][0]["sent"]["body"]["seed"] == case.body["seed"]
+        assert cli.main([*command, "--only", str(case.index + 1)]) == 0
+    assert "exact: 0 differences" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--server is missing, expected a URL, or --serve instead"),
+        (["--server", "localhost:1"], "url is localhost:1, expected http://HOST:PORT or https://HOST:PORT"),
+        (["--server", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9: [Errno 111] Connection refused"),
+        (["--server", "http://x", "--skip", "nothing"], "--skip has 'nothing', expected one of prefix, multi-turn"),
+        (["--server", "http://x", "--fields", "[1]"], "--fields is [1], expected a JSON object"),
+        (
+            ["--server", "http://x", "--report", "/no/file"],
+            "--report is /no/file, expected a file in an existing folder",
+        ),
+    ],
+)
+def test_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check-exact", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"specdec check-exact: {message}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from .answers import Answer
 from .cases import BOTH, FEATURES, Case, Limits, make_case
-from .client import Failed, Refused
+from .client import Failed, Refused, Unreachable
 from .judge import DIFFERENCE, STREAM, Finding, Judge, Question, Suspect, attempt, mismatches_of
 from .shrink import reproduce
 from .sides import Probe, Side, measured_limits, noise_bodies, noise_of, probe
@@ -129,8 +129,11 @@ class Run:
             for done in [clients.submit(self._run_case, result, index) for index in indices]:
                 try:
                     done.result()
-                except BaseException:
+                except BaseException as error:
+                    running = ", ".join(map(str, sorted(self._running)))
                     clients.shutdown(cancel_futures=True)
+                    if isinstance(error, Unreachable):
+                        raise Unreachable(f"{error}, while requests {running} ran") from error
                     raise
         self._judge(result)
         result.seconds = time.monotonic() - begun
@@ -227,12 +230,16 @@ class Run:
     # --- what differs
 
     def _judge(self, result: Result) -> None:
-        """Judge all suspects, one at a time, while nothing else runs."""
+        """Judge all suspects: by margins together, since bfloat16 has many near ties, then the others one at a time."""
         judge = Judge(self.ours, self.theirs, result.limit, result.probe.usable, self._questions)
         shrunk = 0
-        for suspect in sorted(self._suspects, key=lambda suspect: (suspect.case.index, suspect.turn)):
+        suspects = sorted(self._suspects, key=lambda suspect: (suspect.case.index, suspect.turn))
+        self._notify(f"asking {len(suspects)} requests again")
+        with ThreadPoolExecutor(self.options.concurrency) as clients:
+            explained = list(clients.map(judge.explained, suspects))
+        for suspect, known in zip(suspects, explained, strict=True):
             self._notify(f"asking request {suspect.case.index} again")
-            finding = judge.judge(suspect)
+            finding = known or judge.judge(suspect)
             if finding.kind == DIFFERENCE:
                 self._notify(f"looking for the smallest request like {suspect.case.index}")
                 reproduce(judge, finding, shrink=shrunk < self.options.shrink)

@@ -160,6 +160,20 @@ class Judge:
             return Finding(suspect, STREAM, evidence, reproduces="alone")
         return Finding(suspect, DIFFERENCE, why)
 
+    def explained(self, suspect: Suspect) -> Finding | None:
+        """Return a finding if margins alone explain the difference; may be called while others are judged."""
+        if not suspect.mismatches[0].is_of_text or suspect.ours is None or suspect.theirs is None:
+            return None
+        causes = [
+            self.cause_by_margin(suspect.question, suspect.ours, suspect.theirs, choice)
+            for choice in sorted({one.choice for one in suspect.mismatches if one.choice is not None})
+        ]
+        known = [cause for cause in causes if cause is not None and cause.is_rounding]
+        if len(known) < len(causes):
+            return None
+        largest = max(known, key=lambda cause: cause.margin or 0.0)
+        return Finding(suspect, largest.kind, largest.evidence, largest.margin)
+
     # --- differences of the text
 
     def cause_of_text(self, suspect: Suspect, index: int) -> Cause:
