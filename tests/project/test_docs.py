@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import io
+import itertools
 import re
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +25,7 @@ from support.cli_reference import reference_page
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("examples/*/*.md"))]
 
 # The ops, what they take and return, and what stands beside them.
@@ -50,7 +54,7 @@ def anchors(page: Path) -> set[str]:
 
 def printed_by(block: str) -> list[str]:
     """Return the lines that a block says it prints: the comments after its `print` calls."""
-    return re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
+    return re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
 
 
 @every_page
@@ -66,11 +70,52 @@ def test_code_runs_and_prints_what_it_says(page: Path, monkeypatch: pytest.Monke
             assert out.getvalue().splitlines() == printed_by(block)
 
 
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of every command of the page's shell blocks; a quotation or a backslash goes over lines."""
+    shell = [*blocks(page, "bash"), *(block for block in blocks(page, "text") if not PYTHON_CALL.match(block))]
+    found, line = [], ""
+    for part in "".join(shell).replace("\\\n", " ").splitlines():
+        line += part + "\n"
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # within a quotation
+            continue
+        line = ""
+        found += [list(run) for is_end, run in itertools.groupby(words, ("&&", "|", ";").__contains__) if not is_end]
+    assert not line, f"{page.name} has a quotation without an end: {line}"
+    return found
+
+
+PYTHON_CALL = re.compile(r"[\w.]+\(")
+# Programs of others, whose flags are not checked here.
+OTHERS = ("vllm", "python", "curl", "lm_eval", ".")
+
+
 @every_page
 def test_commands_are_understood(page: Path) -> None:
-    """`specdec` ends the process where it does not know a command or an option."""
-    for command in re.findall(r"^specdec (.*)$", "".join(blocks(page, "bash")), re.MULTILINE):
-        make_parser().parse_args(shlex.split(command, comments=True))
+    """`specdec` ends the process where it does not know a command or an option; extras and files of the rest exist."""
+    extras = set(re.findall(r"^(\w+) = \[", PYPROJECT.split("[project.optional-dependencies]")[1], re.MULTILINE))
+    for program, *arguments in commands(page):
+        if program == "specdec":
+            make_parser().parse_args(arguments)
+        elif program == "pip":
+            asked = [word for word in arguments[1:] if not word.startswith("-")]
+            assert arguments[0] == "install" and not [word for word in asked if word.startswith("specdec-kernels")]
+            named = {
+                extra for word in asked for group in re.findall(r"^\.\[(.*)\]$", word) for extra in group.split(",")
+            }
+            assert named <= extras, f"{page.name} names {named - extras}"
+        elif program == "./build.sh":
+            assert arguments[0] in verbs()
+        else:
+            assert program in OTHERS, f"{page.name} calls {program}"
+
+
+@every_page
+def test_calls_in_text_blocks_are_python(page: Path) -> None:
+    for block in blocks(page, "text"):
+        if PYTHON_CALL.match(block):
+            compile(block, f"{page.name}, text block", "exec")
 
 
 @every_page
@@ -94,6 +139,26 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name} links to {link}"
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+def test_site_says_where_blocks_need_those_before_them_and_drops_links_out_of_docs() -> None:
+    spec = importlib.util.spec_from_file_location("site_links", ROOT / "docs" / "site_links.py")
+    assert spec is not None and spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="ops/kv.md"))
+    config = SimpleNamespace(docs_dir=str(ROOT / "docs"))
+
+    def on_site(text: str) -> str:
+        done: str = hook.on_page_markdown(text, page=page, config=config)
+        return done
+
+    block = "```python\nx = 1\n```\n"
+    assert on_site(f"a\n\n{block}{block}") == f"a\n\n{hook.ONE_PROGRAM}{block}{block}"
+    assert on_site(f"a\n\n{block}") == f"a\n\n{block}"
+    assert (
+        on_site("[a](../round.md#x) [b](../../README.md) [c](https://d.e)") == "[a](../round.md#x) b [c](https://d.e)"
+    )
 
 
 def verbs() -> list[str]:
