@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,18 +13,18 @@ import torch
 from specdec_kernels.engine import Engine, NewTokens, Ngram, SamplingParams
 from support.server_thread import Running, serving
 from support.tiny_random_models import NATIVE, tiny_model
-from support.tokenizer_kinds import BYTES, TEXT, tokenizer_of
+from support.tokenizer_kinds import BYTES, KINDS, TEXT, tokenizer_of
 
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "the cat is"
 
 
-def make_engine(kind: str) -> Engine:
+def make_engine(kind: str, **options: Any) -> Engine:
     tokenizer = tokenizer_of(kind)
     torch.manual_seed(0)
     model = tiny_model("llama", **NATIVE | {"vocab_size": len(tokenizer)})
     sizes = {"device": "cpu", "dtype": torch.float32, "max_len": 256, "num_slots": 4, "adaptive": False}
-    return Engine(model, Ngram(), tokenizer=tokenizer, **sizes)
+    return Engine(model, Ngram(), tokenizer=tokenizer, **sizes, **options)
 
 
 @pytest.fixture(scope="module", params=["byte-fallback-strip", "metaspace", "byte-level"])
@@ -154,3 +155,15 @@ def test_byte_that_is_no_utf8_loses_no_text() -> None:
             assert "".join(event["text"] for event in chunks(running, body)) == choice["text"]
             (stopped,) = whole(running, body | {"stop": "no such string"})
             assert stopped["text"] == choice["text"]
+
+
+# Left out: a space that depends on the next token, and one that is a token of its own, which no token of a word follows.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("word-ends", "plain")])
+def test_text_under_a_regex_has_its_spaces(kind: str) -> None:
+    """Tokens are held to what they add to the text, whatever their names in the vocabulary are."""
+    pytest.importorskip("xgrammar")
+    pattern = "( the| is| cat)( the| is| cat)"
+    with make_engine(kind, grammars=True) as engine:
+        for seed in range(4):
+            (output,) = engine.generate(PROMPT, SamplingParams(20, temperature=1.0, seed=seed, regex=pattern))
+            assert output.text is not None and re.fullmatch(pattern, output.text), output.text

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...ops import Tree
 from ..params import SamplingParams
+from ..text.detokenizer import Detokenizer
 from ..text.json_schemas import held_to
 
 if TYPE_CHECKING:
@@ -102,6 +103,11 @@ class Grammars:
                 '(pip install "specdec-kernels[grammar]")'
             ) from error
         info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
+        if info.vocab_type == xgrammar.VocabType.RAW:
+            # xgrammar would take names of tokens for their texts: a space of Metaspace, "##" of WordPiece.
+            detokenizer = Detokenizer(self._tokenizer)
+            texts = [detokenizer.text_bytes(token) for token in range(self._vocab_size)]
+            info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, stop_token_ids=info.stop_token_ids)
         return xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
 
 

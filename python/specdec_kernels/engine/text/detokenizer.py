@@ -93,6 +93,10 @@ class Detokenizer:
         """Return the bytes that a token adds to a text; of a special token, its name."""
         return self._texts[token]
 
+    def text_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text; nothing for a special token."""
+        return b"" if token in self._special else self._texts[token]
+
     def _letters(self, token: int) -> bytes:
         piece = "" if token in self._special else self._backend.id_to_token(token) or ""
         if all(letter in LETTERS for letter in piece):
