@@ -95,6 +95,20 @@ def test_a_reference_that_differs_from_itself_is_rounding_only_at_a_small_margin
     assert judged(Forged(lambda _: CAT, 0.2), alternating(0.2)).kind == DIFFERENCE
 
 
+@pytest.mark.parametrize("margin, kind", [(5e-4, NEAR_TIE), (0.2, DIFFERENCE)])
+def test_a_text_that_the_reference_leaves_earlier_is_continued_from_the_words_in_common(
+    margin: float, kind: str
+) -> None:
+    """The reference under load says that the dog ran, and alone something else."""
+    first = iter([DOG])
+
+    def reply(body: Body) -> list[str]:
+        return DOG[1:] if body["prompt"] == "a bthe" else next(first, ["one", " bird"])
+
+    ours = Forged(lambda body: CAT[1:] if body["prompt"] == "a bthe" else CAT, margin)
+    assert judged(ours, Forged(reply, margin)).kind == kind
+
+
 def test_streams_that_differ_from_whole_answers_on_both_sides_have_their_own_kind() -> None:
     def reply(body: Body) -> list[str]:
         return ["the", "cat"] if body["stream"] else ["the", " cat"]

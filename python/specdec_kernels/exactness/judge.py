@@ -27,6 +27,7 @@ EDITS = (
     "tools",
     "min_tokens",
 )  # fields that change logits before a token is chosen
+PREFIX_TOKENS = 16  # of an answer that continues from a given text
 REPEATS = 3  # runs of the reference under load
 NUM_TOP = 5
 SURE_CHARS = 8  # of two texts that agree by chance no longer
@@ -180,6 +181,7 @@ class Judge:
         """Return why the texts of a choice part."""
         assert suspect.ours is not None and suspect.theirs is not None
         cause = self.cause_by_margin(suspect.question, suspect.ours, suspect.theirs, index)
+        cause = cause or self.cause_after_prefix(suspect.question, suspect.ours, suspect.theirs, index)
         return cause or self.cause_by_load(suspect, index)
 
     def cause_by_margin(self, question: Question, ours: Answer, theirs: Answer, index: int) -> Cause | None:
@@ -212,6 +214,33 @@ class Judge:
         tokens.append((chosen.text, chosen.logprob or 0.0, -1))
         found = self._margin_by_bias(question, index, (target, rest), tokens)
         return None if found is None else Cause(kind, f"a bias of {names} reverses the choice", found)
+
+    def cause_after_prefix(self, question: Question, ours: Answer, theirs: Answer, index: int) -> Cause | None:
+        """Return rounding if both servers, asked to continue from the words in common, part at a small margin.
+
+        This is for texts that the reference alone leaves earlier. None: it shows nothing, or cannot be asked.
+        """
+        a, b = ours.choices[index], theirs.choices[index]
+        head = a.text[: common_length(a.text, b.text)]
+        head, parts_at = head[: max(head.rfind(" "), 0)], len(head)
+        changed = any(name in question.body for name in (*EDITS, "n", "prediction", "echo"))
+        if changed or not head or not question.is_greedy or a.reasoning or b.reasoning:
+            return None
+        fields: Object = {"max_tokens": min(question.body["max_tokens"], PREFIX_TOKENS)}
+        if question.path == COMPLETIONS:
+            if not isinstance(question.body["prompt"], str):
+                return None
+            fields["prompt"] = question.body["prompt"] + head
+        else:
+            fields["messages"] = [*question.body["messages"], {"role": "assistant", "content": head}]
+            fields |= {"add_generation_prompt": False, "continue_final_message": True}
+        part_a, part_b = (
+            Answer([Choice(one.text[len(head) : parts_at + SURE_CHARS], finish_reason=one.finish_reason)])
+            for one in (a, b)
+        )
+        continued = replace(question.with_fields(**fields), stream=False, leaves_after=None)
+        cause = self.cause_by_margin(continued, part_a, part_b, 0)
+        return cause if cause is not None and cause.is_rounding else None
 
     def _scores_choice(self, question: Question) -> bool:
         """Return whether log-probabilities are those that the choice was made by."""
