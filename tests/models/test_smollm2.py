@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +273,22 @@ def test_commands_take_its_name(
         assert cli.main([command, *arguments[command], "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert {"generate": "plain", "chat": "smollm2, NGRAM", "tune": "accept length"}[command] in out
+
+
+@real
+def test_tutorial_runs_on_it(head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines that say that texts are the same hold; accept lengths of a random head are other ones."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tutorial.md").read_text()
+    first, *blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^(MODEL|HEAD) = ", first, re.MULTILINE) == ["MODEL", "HEAD"]
+    names: dict[str, Any] = {"MODEL": smollm2_model(), "HEAD": head}
+    for number, block in enumerate(blocks, 2):
+        block = block.replace("max_new_tokens=48", "max_new_tokens=12").replace(
+            "max_new_tokens=32", "max_new_tokens=12"
+        )
+        exec(compile(block, f"tutorial.md, Python block {number}", "exec"), names)
+        said = capsys.readouterr().out.splitlines()
+        wanted = re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
+        assert len(said) == len(wanted)
+        for ours, theirs in zip(said, wanted, strict=True):
+            assert ours.split()[0] == theirs.split()[0] or theirs.split()[0] != "True", block
