@@ -125,8 +125,8 @@ setup_development() {
       "fastapi>=0.115" "uvicorn>=0.34" "httptools>=0.6" "uvloop>=0.21" "prometheus-client>=0.21" "openai>=2" \
       "pytest>=8" "pytest-xdist>=3" "hypothesis>=6" "jsonschema>=4" pydantic ruff mypy clang-format import-linter
     # Its other dependencies are there but triton, which it asks for and does not import on a CPU.
-    packages --no-deps --only-binary=:all: xgrammar ||
-      echo "no wheel of xgrammar for this Python: tests of grammars are skipped"
+    packages --no-deps --only-binary=:all: llguidance xgrammar ||
+      echo "no wheels of llguidance and xgrammar for this Python: tests of grammars are skipped"
     touch "$stamp"
   fi
 }

@@ -231,7 +231,7 @@ def rates(prefix: str, tokens: int, answers: Sequence[Answers]) -> dict[str, flo
 
 def has_grammars() -> bool:
     """Return whether the engine can be constrained by a JSON schema here."""
-    return importlib.util.find_spec("xgrammar") is not None
+    return all(importlib.util.find_spec(name) is not None for name in ("llguidance", "xgrammar"))
 
 
 def measure_server(

@@ -22,6 +22,7 @@ def bench_server(*options: str) -> int:
 
 def test_bench_server_measures_server_and_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     file = tmp_path / "run.json"
     assert bench_server("--concurrency", "1,3", "--json-clients", "2", "--json", str(file)) == 0
     assert "tiny float32, 24 tokens in, 16 out" in capsys.readouterr().out

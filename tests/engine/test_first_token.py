@@ -237,6 +237,7 @@ def test_first_token_with_window(name: str, device: torch.device) -> None:
 
 def test_first_token_under_grammar(device: torch.device) -> None:
     pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     engine = make_engine("eagle3-tree", device, grammars=True)
     calls = Calls(engine)
     prompts = some_prompts()

@@ -7,7 +7,9 @@ import functools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ from support.exhaustive import representative
 from support.tiny_checkpoint import held_out, reference_model, tokenizer
 
 xgrammar = pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 MAX_LEN, NEW_TOKENS = 256, 200
@@ -276,6 +279,8 @@ def test_grammar_text_cut_by_max_new_tokens(device: torch.device) -> None:
     ("given", "message"),
     [
         ({"json_schema": {}, "regex": "a"}, "SamplingParams: regex is given, expected none beside json_schema"),
+        ({"regex": "a", "constrain_after": [-1]}, "SamplingParams: constrain_after has -1, expected 0 to 2147483647"),
+        ({"constrain_after": [1]}, "SamplingParams: constrain_after is [1], expected none without a constraint"),
         ({"grammar": "root ::= 1", "min_new_tokens": 3}, "SamplingParams: min_new_tokens is 3, expected 0 beside grammar"),
     ],
 )  # fmt: skip
@@ -288,13 +293,16 @@ def test_grammar_error_messages(given: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"regex": "(a"}, "SamplingParams: regex does not compile: Regex parsing error at position 3: "),
+        ({"regex": "(a"}, "SamplingParams: regex does not compile: missing ), unterminated subpattern at position 0"),
+        ({"regex": "(?=a)a"}, "SamplingParams: regex has a lookahead or lookbehind, expected none (no grammar holds to it)"),
+        ({"grammar": 'root ::= "a" (= "b")'}, "SamplingParams: grammar has a lookahead (= ), expected none (no grammar holds to it)"),
+        ({"json_schema": {"type": "integer", "const": "a"}}, "SamplingParams: json_schema does not compile: Unsatisfiable schema: "),
         ({"grammar": "root ::= x"}, "SamplingParams: grammar does not compile: EBNF parser error at line 1, column 10: "),
         ({"json_schema": '{"type": 5'}, "SamplingParams: json_schema does not compile: "),
         ({"json_schema": {"type": "nope"}}, 'SamplingParams: json_schema has type "nope" at #, expected one of null, '),
         ({"regex": "a", "ignore_eos": True}, "SamplingParams: regex is given, expected beside it a stop token, which ends the text"),
     ],
-    ids=["regex", "grammar", "json", "schema", "no end"],
+    ids=["regex", "lookahead", "lookahead of a grammar", "unsatisfiable", "grammar", "json", "schema", "no end"],
 )  # fmt: skip
 def test_grammar_that_does_not_compile_is_refused(given: dict[str, Any], message: str) -> None:
     engine = make_engine("none")
@@ -310,12 +318,13 @@ def test_engine_without_grammars_refuses_grammar() -> None:
     assert str(error.value) == "SamplingParams: json_schema is given, expected none without Engine(grammars=True)"
 
 
-def test_grammar_without_xgrammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
+def test_grammar_without_a_backend_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, backend, None)
     with pytest.raises(ValueError) as error:
         make_engine("none").submit([1, 2], SamplingParams(regex="a"))
     assert str(error.value) == (
-        'SamplingParams: regex is given, expected none without xgrammar (pip install "specdec-kernels[grammar]")'
+        f'SamplingParams: regex is given, expected none without {backend} (pip install "specdec-kernels[grammar]")'
     )
 
 
@@ -378,6 +387,54 @@ def test_text_that_its_budget_ends_before_a_dead_end_has_no_error(draft: Draft |
     with letters_engine(draft) as engine:
         (output,) = engine.generate([LETTERS], SamplingParams(4, regex="ababé"))
     assert output.tokens == [0, 1, 0, 1] and output.finish_reason == FinishReason.LENGTH
+
+
+THOUGHT, ANSWER = 12, r"yes|no, (0|[1-9][0-9]?)%"
+
+
+@functools.cache
+def thoughts(temperature: float) -> list[tuple[list[int], list[int]]]:
+    """Return prompts with what a plain engine writes after them."""
+    each = [SamplingParams(THOUGHT, temperature=temperature, seed=i) for i in range(4)]
+    outputs = make_engine("none").generate(prompts()[:4], each)
+    return [(prompt, output.tokens) for prompt, output in zip(prompts(), outputs, strict=False)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("length", [1, 2])
+def test_grammar_that_begins_in_a_draft_has_the_text_of_plain_decoding(length: int, temperature: float) -> None:
+    """The draft gets the whole text, so that its paths lead from the thoughts into the grammar."""
+    num_tokens = []
+    for prompt, thought in thoughts(temperature):
+        begin = thought[-length:]
+        first = next(i for i in range(length, THOUGHT + 1) if thought[i - length : i] == begin)
+        seed = thoughts(temperature).index((prompt, thought))
+        plain = SamplingParams(NEW_TOKENS, regex=ANSWER, constrain_after=begin, temperature=temperature, seed=seed)
+        (wanted,) = make_engine("none").generate([prompt], plain)
+        assert wanted.tokens[:first] == thought[:first] and wanted.finish_reason == FinishReason.STOP
+        assert re.fullmatch(ANSWER, tokenizer().decode(wanted.tokens[first:], skip_special_tokens=True))
+        (output,) = make_engine("ngram").generate([prompt], replace(plain, prediction=wanted.tokens))
+        assert output.tokens == wanted.tokens and output.finish_reason == FinishReason.STOP
+        num_tokens.append(len(output.tokens) / output.stats.rounds)
+    assert max(num_tokens) > 3  # some rounds accepted several
+
+
+@pytest.mark.parametrize("draft", [None, Ngram(num_nodes=6)], ids=["none", "ngram"])
+def test_text_that_reaches_a_dead_end_after_its_thoughts_ends_there(draft: Draft | None) -> None:
+    with letters_engine(draft) as engine:
+        params = SamplingParams(10, regex="abé", constrain_after=[2], logit_bias={2: 50.0})
+        with pytest.raises(GenerationError) as error:
+            engine.submit(LETTERS, params).result()
+    assert str(error.value) == "result: request 0 ended with BAD_LOGITS: no token continues the text under this regex"
+    (output,) = error.value.outputs
+    assert output is not None and output.tokens == [2, 0, 1]
+
+
+def test_text_does_not_end_before_its_grammar_begins() -> None:
+    with letters_engine(None) as engine:
+        params = SamplingParams(6, regex="ab", constrain_after=[2], logit_bias={3: 50.0, 2: -50.0})
+        (output,) = engine.generate([LETTERS], params)
+    assert output.finish_reason == FinishReason.LENGTH and not {2, 3} & set(output.tokens)
 
 
 def test_grammar_that_no_token_begins_is_refused() -> None:

@@ -100,6 +100,7 @@ def expect_nothing_left(engine: Engine) -> None:
 def test_migrated_text_equals_unmoved(name: str, device: torch.device) -> None:
     """Requests with all parameters move from any point of their texts, among others, to an engine with another page size."""
     pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     options: dict[str, Any] = {"grammars": True, "prefix_cache": True}
     prompts = held_out("code")[: len(PARAMS)]
     each = list(PARAMS)
@@ -308,6 +309,7 @@ def test_migration_from_asyncio() -> None:
 
 def test_migration_refuses_inexact_requests(tmp_path: Path) -> None:
     pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     prompt = held_out("code")[0]
     with make_engine(TARGET, eagle3(HEAD), "cpu", grammars=True) as a:
         request = a.submit(prompt, replace(BASE, regex="a+", ignore_eos=False))
@@ -345,7 +347,7 @@ def test_migration_refuses_inexact_requests(tmp_path: Path) -> None:
         ):
             assert refused(a, with_values(**values)) == f"import_request: request has {why}"
         assert refused(a, with_values(params={})) == (
-            "import_request: request lacks frequency_penalty, expected it among params"
+            "import_request: request lacks constrain_after, expected it among params"
         )
         tokens = exported.values["prompt"]
         assert refused(a, with_values(prompt=tokens * 20)) == (

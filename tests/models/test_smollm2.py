@@ -234,6 +234,7 @@ BODIES: dict[str, dict[str, Any]] = {
 @real
 def test_server_answers_the_same_with_and_without_drafts(head: Path) -> None:
     pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     answers: list[dict[str, Any]] = []
     for kind in ("none", "ngram"):
         engine = engine_with(kind, head, grammars=True)

@@ -25,6 +25,7 @@ from support.leaks import expect_nothing_lost
 from support.server_thread import Running, serving
 
 pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 DRAFTS: dict[str, Callable[[], Draft]] = {

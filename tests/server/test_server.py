@@ -394,6 +394,7 @@ REASONS = {"chat_template": "{{ messages[-1]['content'] }}{# <think> #}"}
 def reasoner() -> Iterator[Running]:
     """Yield a server of a model whose template knows of reasoning."""
     pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     with serving(make_engine(max_len=512, grammars=True, adaptive=False), **REASONS) as running:
         yield running
 
@@ -454,6 +455,7 @@ def test_call_after_reasoning_is_made_and_one_within_is_not(reasoner: Running) -
 
 def test_reasoning_parser_none_leaves_reasoning_in_the_text() -> None:
     pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     with serving(make_engine(max_len=512, grammars=True), reasoning_parser="none", **REASONS) as running:
         assert reasoned(running, THOUGHT + "4") == ([None, THOUGHT + "4"], 0)
 
@@ -486,6 +488,7 @@ SCHEMA = {
 def strict() -> Iterator[Running]:
     """Yield a server whose engine supports grammars and predictions."""
     pytest.importorskip("xgrammar")
+    pytest.importorskip("llguidance")
     with serving(make_engine("union", max_len=512, adaptive=False, grammars=True)) as running:
         yield running
 

@@ -23,6 +23,7 @@ from support.server_thread import Running, serving
 from support.tiny_checkpoint import held_out
 
 pytest.importorskip("xgrammar")
+pytest.importorskip("llguidance")
 pytestmark = pytest.mark.soak
 REQUESTS = int(os.environ.get("SPECDEC_SOAK", 300)) // len(DRAFTS)
 LONG = REQUESTS >= 1000

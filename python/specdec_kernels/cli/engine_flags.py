@@ -151,8 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grammar-backend",
-        choices=["xgrammar", "none"],
-        help="backend of JSON schemas and grammars (default: xgrammar where it is installed)",
+        choices=["auto", "none"],
+        help="constraints of texts (default: auto where llguidance and xgrammar are installed)",
     )
     parser.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's)")
 
@@ -212,11 +212,11 @@ def grammars_of(args: argparse.Namespace) -> bool:
     """Return whether the engine allows grammars.
 
     Raises:
-        ValueError: xgrammar is asked for and not installed.
+        ValueError: they are asked for, and a backend is not installed.
     """
-    installed = importlib.util.find_spec("xgrammar") is not None
-    if args.grammar_backend == "xgrammar" and not installed:
+    missing = [name for name in ("llguidance", "xgrammar") if importlib.util.find_spec(name) is None]
+    if args.grammar_backend == "auto" and missing:
         raise ValueError(
-            '--grammar-backend is xgrammar, expected none without it (pip install "specdec-kernels[grammar]")'
+            f'--grammar-backend is auto, expected none without {missing[0]} (pip install "specdec-kernels[grammar]")'
         )
-    return installed and args.grammar_backend != "none"
+    return not missing and args.grammar_backend != "none"

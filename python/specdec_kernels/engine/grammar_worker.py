@@ -24,7 +24,7 @@ import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from .device.grammar_masks import Grammars
+from .grammars import Grammars
 
 MAX_ANSWER_BYTES = 1 << 16
 NICENESS = 10  # of a child: requests that run come first

@@ -9,8 +9,8 @@ from typing import Any
 from ..models.language_model import LanguageModel
 from ..models.weights.model_config import placeholders
 from .config import MAX_STOP_TOKENS, EngineConfig
-from .device.grammar_masks import Grammars, NewMatcher
 from .drafts import Draft
+from .grammars import Grammars, NewMatcher
 from .params import SamplingParams
 from .request import RequestSpec
 from .text.detokenizer import Detokenizer

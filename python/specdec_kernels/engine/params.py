@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
-CONSTRAINTS = ("json_schema", "regex", "grammar")
+BACKENDS = {"json_schema": "llguidance", "regex": "llguidance", "grammar": "xgrammar"}  # of constraints
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "n", "priority", "ngram_group")
 # Kinds of other values than None.
@@ -33,6 +33,7 @@ KINDS: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("json_schema", (str, Mapping), "a JSON schema"),
     ("regex", str, "a string"),
     ("grammar", str, "a string"),
+    ("constrain_after", Sequence, "a list of token ids"),
 )
 SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, 3.4028234663852886e38  # of float32, normal ones
 
@@ -61,10 +62,13 @@ class SamplingParams:
         repetition_penalty: above 0. A positive logit of a token in prompt or output is divided by it, a negative one
             multiplied. 1: no change.
         logit_bias: added to the logits of tokens, by id, before penalties; -inf forbids a token.
-        json_schema, regex, grammar: constraint on the text, by xgrammar (the extra `grammar`), for an
-            `Engine(grammars=True)`; at most one of them. A JSON schema (a dict or JSON; at most 16 whitespace
-            characters in a row in the text), a regular expression, or a grammar in EBNF with the root `root`. Stop
-            tokens come only where the text is complete; max_new_tokens may cut it off earlier.
+        json_schema, regex, grammar: constraint on the text (the extra `grammar`), for an `Engine(grammars=True)`; at
+            most one of them. A JSON schema (a dict or JSON; at most 16 whitespace characters in a row in the text) or
+            a regular expression for the whole text, both by llguidance; or a grammar in EBNF with the root `root`, by
+            xgrammar. What the text cannot be held to is refused by name. Stop tokens come only where the text is
+            complete; max_new_tokens may cut it off earlier.
+        constrain_after: token ids, such as the one of `</think>`. The constraint begins after their first occurrence in
+            the output; before it, all tokens but stop tokens are allowed. Empty: the constraint begins at once.
         prediction: what the output may repeat, text or token ids. An n-gram draft reads it as if it preceded the
             prompt. Needs a draft of `Ngram`, alone or in a `Union`. Does not change the text.
         ngram_group: requests that share their texts for n-gram drafting (a tenant; samples of one prompt): 1 to
@@ -106,6 +110,7 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    constrain_after: Sequence[int] = ()
     prediction: str | Sequence[int] | None = None
     ngram_group: int = 0
     min_new_tokens: int = 0
@@ -157,9 +162,13 @@ class SamplingParams:
                 raise TypeError(f"SamplingParams: logit_bias has a {type(token).__name__}, expected token ids")
             if not (is_number(bias) and bias <= LARGEST_FLOAT):
                 raise ValueError(f"SamplingParams: logit_bias[{token}] is {bias}, expected a finite number or -inf")
-        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        given = [name for name in BACKENDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"SamplingParams: {given[1]} is given, expected none beside {given[0]}")
+        for token in self.constrain_after:
+            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= int(token) < 2**31:
+                raise ValueError(f"SamplingParams: constrain_after has {token!r}, expected 0 to 2147483647")
+        expect("constrain_after", bool(given) or not self.constrain_after, "none without a constraint")
         expect("min_new_tokens", not given or self.min_new_tokens == 0, f"0 beside {''.join(given)}")
         expect("priority", -(2**31) <= self.priority < 2**31, "-2147483648 to 2147483647")
         seconds = self.timeout
@@ -223,11 +232,16 @@ class SamplingParams:
     @property
     def constraint(self) -> tuple[str, str]:
         """Return the name of the constraint given (json_schema, regex or grammar) and its text; "" twice: none."""
-        for name in CONSTRAINTS:
+        for name in BACKENDS:
             value = getattr(self, name)
             if value is not None:
                 return name, value if isinstance(value, str) else json.dumps(value)
         return "", ""
+
+    @property
+    def grammar_backend(self) -> str:
+        """Return the package that holds the text to the constraint given; "": none is given."""
+        return BACKENDS.get(self.constraint[0], "")
 
     def edits(self, num_prompt_tokens: int, new_matcher: Callable[[], Any] | None = None) -> LogitEdit | None:
         """Return the edits of a request's logits, given the length of its prompt; None: no edits."""

@@ -23,7 +23,7 @@ from .text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from .._C import RequestUpdate
-    from .device.grammar_masks import NewMatcher
+    from .grammars import NewMatcher
 
 logger = logging.getLogger(__name__)
 

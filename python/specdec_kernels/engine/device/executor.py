@@ -88,7 +88,7 @@ class Executor:
                 assert masks is not None  # else the engine refuses the request
                 masks.matchers[slot] = matcher = edit.new_matcher()
                 for token in tokens[edit.num_prompt_tokens :]:
-                    matcher.accept_token(token)
+                    matcher.accept(token)
 
     @torch.inference_mode()
     def assign_pages(self, sources: list[int], destinations: list[int]) -> None:

@@ -1,150 +1,22 @@
-"""Grammars of requests, compiled by xgrammar, and the token masks of a round's trees."""
+"""Token masks of a round's trees, for requests with a grammar."""
 
 from __future__ import annotations
 
-import json
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...ops import Tree
-from ..params import SamplingParams
-from ..text.detokenizer import Detokenizer
-from ..text.json_schemas import held_to
+from ..grammars import FULL, Matcher
 
 if TYPE_CHECKING:
     from ..._C import ConstrainedRow
 
-Matcher = Any  # xgrammar.GrammarMatcher
 POLL_SECONDS = 5e-5  # between two polls for the device's trees
-MOST_WHITESPACE = 16  # consecutive characters between two parts of a JSON text: some models would never stop
-CACHE_BYTES = 512 << 20  # of compiled grammars
-FULL = -1  # a word of a mask that allows all of its tokens
-
-
-class Grammars:
-    """Compiles the grammars of requests; any thread may call it."""
-
-    def __init__(self, tokenizer: Any, no_tokenizer: str, vocab_size: int) -> None:
-        self._tokenizer, self._no_tokenizer, self._vocab_size = tokenizer, no_tokenizer, vocab_size
-        self._lock = Lock()
-        self._compiler: Any = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what it was made of, for another process."""
-        return Grammars, (self._tokenizer, self._no_tokenizer, self._vocab_size)
-
-    def compiled(self, sampling: SamplingParams) -> Any:
-        """Return the compiled grammar of a request that has one.
-
-        Raises:
-            ValueError: there is no tokenizer or no xgrammar; the source is no schema, pattern or grammar.
-        """
-        kind, source = sampling.constraint
-        if kind == "json_schema":
-            source = held_to_source(source)
-        self.prepare(kind)
-        compile_it = {
-            "json_schema": partial(self._compiler.compile_json_schema, max_whitespace_cnt=MOST_WHITESPACE),
-            "regex": self._compiler.compile_regex,
-            "grammar": self._compiler.compile_grammar,
-        }[kind]
-        try:
-            return compile_it(source)
-        except RuntimeError as error:
-            why = " ".join(re.sub(r"^\[[^]]*\] \S+:\d+: ", "", str(error)).split())  # without its time and place
-            raise ValueError(f"SamplingParams: {kind} does not compile: {why}") from error
-
-    def prepare(self, kind: str = "grammar") -> None:
-        """Read the tokenizer for grammars, at the latest when the first one is compiled."""
-        with self._lock:
-            if self._compiler is None:
-                self._compiler = self._make_compiler(kind)
-
-    def try_out(self, kind: str, source: str) -> int:
-        """Compile a grammar, compute its first mask, and return its size in bytes; ValueError as `compiled`."""
-        grammar = self.compiled(SamplingParams(**{kind: source}))
-        NewMatcher(grammar, [0]).is_dead_end([])  # a stop token, whichever
-        return int(grammar.memory_size_bytes)
-
-    def new_matcher(self, sampling: SamplingParams, stop_tokens: Sequence[int]) -> NewMatcher:
-        """Return what makes matchers at the start of the text, which the request's stop tokens may end.
-
-        Raises:
-            ValueError: as `compiled`; no stop token; no token of the vocabulary begins a text.
-        """
-        kind, _ = sampling.constraint
-        if not stop_tokens:
-            raise ValueError(f"SamplingParams: {kind} is given, expected beside it a stop token, which ends the text")
-        new_matcher = NewMatcher(self.compiled(sampling), list(stop_tokens))
-        if new_matcher.is_dead_end([]):
-            raise ValueError(
-                f"SamplingParams: {kind} allows no token of the vocabulary at the start of the text, "
-                "expected at least one"
-            )
-        return new_matcher
-
-    def _make_compiler(self, kind: str) -> Any:
-        if self._tokenizer is None:
-            raise ValueError(f"SamplingParams: {kind} is given, expected none ({self._no_tokenizer})")
-        try:
-            import xgrammar
-        except ImportError as error:
-            raise ValueError(
-                f"SamplingParams: {kind} is given, expected none without xgrammar "
-                '(pip install "specdec-kernels[grammar]")'
-            ) from error
-        info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._vocab_size)
-        if info.vocab_type == xgrammar.VocabType.RAW:
-            # xgrammar would take names of tokens for their texts: a space of Metaspace, "##" of WordPiece.
-            detokenizer = Detokenizer(self._tokenizer)
-            texts = [detokenizer.text_bytes(token) for token in range(self._vocab_size)]
-            info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, stop_token_ids=info.stop_token_ids)
-        return xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
-
-
-@lru_cache(maxsize=64)
-def held_to_source(source: str) -> str:
-    """Return the JSON of a schema that xgrammar holds to, for texts that the schema `source` accepts."""
-    try:
-        return json.dumps(held_to(json.loads(source)))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"SamplingParams: json_schema does not compile: it is no JSON ({error})") from error
-    except RecursionError as error:
-        raise ValueError("SamplingParams: json_schema is nested too deep, expected fewer levels") from error
-    except ValueError as error:
-        raise ValueError(f"SamplingParams: {error}") from error
-
-
-@dataclass(frozen=True)
-class NewMatcher:
-    """Makes matchers of a compiled grammar at the start of the text."""
-
-    grammar: Any  # xgrammar.CompiledGrammar
-    stop_tokens: list[int]
-
-    def __call__(self) -> Matcher:
-        import xgrammar
-
-        return xgrammar.GrammarMatcher(self.grammar, override_stop_tokens=self.stop_tokens)
-
-    def is_dead_end(self, tokens: Sequence[int]) -> bool:
-        """Return whether the grammar accepts these tokens as the start of a text, and none after them."""
-        import xgrammar
-
-        matcher = self()
-        if not all(map(matcher.accept_token, tokens)) or matcher.is_terminated():
-            return False
-        mask = xgrammar.allocate_token_bitmask(1, self.grammar.tokenizer_info.vocab_size)
-        return bool(matcher.fill_next_token_bitmask(mask)) and not mask.any()
 
 
 class TreeMasks:
@@ -205,19 +77,14 @@ class TreeMasks:
         def fill_one(request: ConstrainedRow) -> None:
             row, matcher = request.row, self.matchers[request.slot]
             for token in request.tokens:
-                matcher.accept_token(token)
+                matcher.accept(token)
             begin, count = ends[row], ends[row + 1] - ends[row]
             allowed = self._on_host[begin : begin + count].fill_(FULL)
-            if count == 0 or matcher.is_terminated():
-                return
-            links = [part[row, :count].contiguous() for part in (first_child, next_sibling, tokens)]
-            matcher.traverse_draft_tree(*links, allowed)
-            # A walk samples a token at a node that ends the text, so some must be allowed there; none follows it. Other
-            # nodes without an allowed token are not reached, or no token continues the text, as at a root.
-            ends_text = torch.isin(links[2][1:], torch.tensor(matcher.stop_token_ids))
-            allowed[1:][ends_text & ~allowed[1:].any(1)] = FULL
+            if count > 0 and not matcher.has_ended:
+                links = [part[row, :count].tolist() for part in (first_child, next_sibling, tokens)]
+                fill_tree(matcher, links[0], links[1], links[2], allowed)
 
-        # xgrammar releases the GIL.
+        # Both backends release the GIL.
         for _ in self._threads.map(fill_one, requests) if len(requests) > 1 else map(fill_one, requests):
             pass
         rows = [(ends[request.row], ends[request.row + 1]) for request in requests]
@@ -229,3 +96,26 @@ class TreeMasks:
         with torch.cuda.stream(self._copies):
             self.allowed[begin:end].copy_(self._on_host[begin:end], non_blocking=True)
         torch.cuda.current_stream(self.allowed.device).wait_stream(self._copies)
+
+
+def fill_tree(
+    matcher: Matcher, first_child: Sequence[int], next_sibling: Sequence[int], tokens: Sequence[int], masks: Tensor
+) -> None:
+    """Fill the masks of a tree's nodes, given a matcher of the text up to the root; node 0 is the root.
+
+    Nodes that the grammar allows get the tokens that may come next: none at a dead end. Other nodes, which no walk
+    reaches, keep their masks. So do nodes that end the text: a walk samples a token there, so some must be allowed, but
+    none follows it.
+    """
+
+    def visit(node: int) -> None:
+        matcher.fill(masks[node])
+        child = first_child[node]
+        while child >= 0:
+            if matcher.accept(tokens[child]):
+                if not matcher.has_ended:
+                    visit(child)
+                matcher.rollback(1)
+            child = next_sibling[child]
+
+    visit(0)

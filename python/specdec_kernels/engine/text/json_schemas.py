@@ -1,18 +1,21 @@
-"""JSON schemas: moving one into another, and which of them a text is held to."""
+"""JSON schemas: moving one into another, and rewriting one so that llguidance holds texts to it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
-from . import schema_patterns
-from .schema_patterns import FORMATS, REFUSED_FORMATS
+from .patterns import FORMATS, REFUSED_FORMATS, Unsupported, canonical
 
 Schema = Any  # a dict or a bool
 
+DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
 # Keywords whose value is a schema, a list of schemas, or an object of them.
 ONE = (
     *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"),
@@ -70,34 +73,36 @@ def moved(schema: Schema, place: str) -> Schema:
 # --- schemas that a text is held to
 
 REFUSED = (
-    *("$dynamicRef", "$recursiveRef", "additionalItems", "contains", "dependencies", "dependentRequired"),
-    *("dependentSchemas", "else", "if", "maxContains", "minContains", "not", "then", "uniqueItems"),
+    *("$dynamicRef", "$recursiveRef", "contains", "else", "if", "maxContains", "minContains", "not", "then"),
+    "uniqueItems",
 )
-CHOICES = ("$ref", "const", "enum", "allOf", "anyOf", "oneOf")
+IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")  # schemas that the same value meets
 KEYWORDS = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "string": ("minLength", "maxLength", "pattern", "format"),
-    "array": ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"),
+    "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "unevaluatedItems"),
     "object": (
         *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
-        *("minProperties", "maxProperties", "unevaluatedProperties"),
+        *("minProperties", "maxProperties", "unevaluatedProperties", *DEPENDENT),
     ),
 }
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-ASSERTIONS = {*CHOICES, "type", *(name for names in KEYWORDS.values() for name in names)}
-MOST_MULTIPLES = 1000  # a multiple is a state of the grammar for each remainder, or a value
+ASSERTIONS = {*IN_PLACE, "enum", "const", "type", *(name for names in KEYWORDS.values() for name in names)}
 MOST_DEPTH = 8  # of objects in objects that tell the schemas of oneOf apart
-INT64 = 2**63
+LARGEST_BOTH = 10**15  # of bounds on one side of which all numbers are
+SMALLEST_STEP = 1e-9  # from an excluded number to the nearest one
+MOST_COMPARED = 20_000  # pairs of schemas
+ESCAPED = re.compile(r"[\x00-\x1f\x7f]")  # characters that a JSON string may write in several ways
 
 
 def held_to(schema: Schema) -> dict[str, Any]:
-    """Return a schema of xgrammar for texts that a JSON schema accepts: of all of them, or of some.
+    """Return a schema of llguidance for texts that a JSON schema accepts: of all of them, or of some.
 
-    Some: objects whose `additionalProperties` are not given have no others; a `pattern` is that of the whole string;
-    a schema without `type` accepts the types that its keywords are about.
+    Some: objects that say nothing of additional properties have none; lists that say nothing of additional items have
+    none after their prefix; a schema without `type` accepts the types that its keywords are about.
 
     Raises:
-        ValueError: the keyword and the place of what no grammar here holds to.
+        ValueError: the keyword and the place of what is not held to.
     """
     return Conversion(schema).whole()
 
@@ -106,71 +111,130 @@ def refused(keyword: str, place: str, expected: str) -> ValueError:
     return ValueError(f"json_schema has {keyword} at {place}, expected {expected}")
 
 
+@dataclass
+class Names:
+    """What a schema says of the names of an object's properties, by itself and by schemas that the same value meets."""
+
+    given: dict[str, None] = field(default_factory=dict)  # in order
+    evaluated: dict[str, None] = field(default_factory=dict)  # those that `properties` has
+    patterns: dict[str, None] = field(default_factory=dict)
+    has_others: bool = False  # it says of others which values they have
+    has_choices: bool = False  # whether some of it counts depends on the value
+
+
 class Conversion:
-    """The conversion of one schema to one that xgrammar holds to."""
+    """The conversion of one schema to one that llguidance holds to."""
 
     def __init__(self, root: Schema) -> None:
         self.root = root
-        self.names: dict[str, str] = {}  # of places that are referred to
-        self.definitions: dict[str, dict[str, Any]] = {}
+        self.names: dict[tuple[str, bool], str] = {}  # of definitions, by the place referred to, and whether it is open
+        self.definitions: dict[str, Schema] = {}
         self.entered = {"#"}  # places since the last part of the text
+        self.num_compared = 0
 
     def whole(self) -> dict[str, Any]:
+        """Return the root, converted, with what it refers to."""
+        if self.root is False:
+            raise refused("false", "#", "a schema that a value meets")
         converted = self.convert(self.root, "#")
-        return converted | ({"$defs": self.definitions} if self.definitions else {})
+        return ({} if converted is True else converted) | ({"$defs": self.definitions} if self.definitions else {})
 
-    def convert(self, schema: Schema, place: str) -> dict[str, Any]:
-        if schema is True:
-            return {}
+    def convert(self, schema: Schema, place: str, *, is_open: bool = False) -> Schema:
+        """Convert the schema at a place.
+
+        Args:
+            schema: there.
+            place: a JSON pointer.
+            is_open: the value meets other schemas too, so that this one adds nothing of its own.
+        """
+        if isinstance(schema, bool):
+            return schema
         if not isinstance(schema, dict):
-            raise refused(shown(schema), place, "a schema that a value meets")
+            raise refused(shown(schema), place, "a schema")
         for keyword in REFUSED:
             if keyword in schema and schema[keyword] is not False:
                 raise refused(keyword, place, "none (no grammar holds to it)")
         if "$id" in schema and place != "#":
             raise refused("$id", place, "none but at #")
-        chosen = next((keyword for keyword in CHOICES if keyword in schema), None)
-        if chosen is None:
-            return self.by_type(schema, place)
-        for keyword in schema:
-            if (
-                keyword in ASSERTIONS
-                and keyword != chosen
-                and (keyword, chosen) not in (("type", "enum"), ("type", "const"))
-            ):
-                raise refused(keyword, place, f"none beside {chosen}")
-        value = schema[chosen]
-        if chosen == "$ref":
-            return {"$ref": f"#/$defs/{self.definition(value, place)}"}
-        if chosen in ("enum", "const"):
-            return self.values(schema, place)
+        asserted = [keyword for keyword in schema if keyword in ASSERTIONS]
+        if asserted == ["$ref"]:
+            return {"$ref": self.definition(schema["$ref"], place, is_open=is_open)}
+        if len(asserted) == 1 and asserted[0] in IN_PLACE:
+            branches = self.branches(schema, asserted[0], place, is_open=is_open or asserted[0] == "allOf")
+            closing = [] if is_open or asserted[0] != "allOf" else self.closing(schema, place)
+            if len(branches) == 1 and not closing:
+                return branches[0]
+            return {"allOf" if asserted[0] == "allOf" else "anyOf": branches + closing}
+        return self.together(schema, place, is_open=is_open)
+
+    def together(self, schema: dict[str, Any], place: str, *, is_open: bool) -> dict[str, Any]:
+        """Convert a schema of several keywords, each of which the value meets."""
+        types = self.types(schema, place)
+        if not types and not is_open and not any(keyword in schema for keyword in (*IN_PLACE, "enum", "const")):
+            types = [kind for kind, names in KEYWORDS.items() if any(name in schema for name in names)]
+        converted: dict[str, Any] = {"type": types[0] if len(types) == 1 else types} if types else {}
+        also: list[Schema] = []  # what no keyword of its own says
+        has_other = any(keyword in schema for keyword in IN_PLACE)
+        for keyword, value in schema.items():  # in order, which is that of the properties
+            if keyword == "$ref":
+                converted["$ref"] = self.definition(value, place, is_open=True)
+            elif keyword in ("anyOf", "oneOf"):
+                also.append({"anyOf": self.branches(schema, keyword, place, is_open=True)})
+            elif keyword == "allOf":
+                also += self.branches(schema, keyword, place, is_open=True)
+            elif keyword == "enum" and not (isinstance(value, list) and value):
+                raise refused(f"enum {shown(value)}", place, "a list of values")
+            elif keyword in ("enum", "const"):
+                converted[keyword] = value
+                if found := next(filter(is_too_long, numbers_of(value)), None):
+                    raise refused(f"{keyword} {shown(found)}", place, "at most 53 bits, below 2^63")
+        self.number(schema, place, converted, is_open=is_open or has_other)
+        self.string(schema, place, converted, also)
+        self.array(schema, place, converted, is_open=is_open or has_other)
+        self.object(schema, place, converted, also)
+        closing = self.closing(schema, place) if not is_open or schema.get("unevaluatedProperties") is False else []
+        if closing and not has_other and not also:
+            (one,) = closing
+            converted["properties"] = one["properties"] | converted.get("properties", {})
+            converted["additionalProperties"] = False
+        else:
+            also += closing
+        return converted | ({"allOf": also} if also else {})
+
+    def branches(self, schema: dict[str, Any], keyword: str, place: str, *, is_open: bool) -> list[Schema]:
+        """Convert the schemas of `allOf`, `anyOf` or `oneOf`."""
+        value = schema[keyword]
         if not isinstance(value, list) or not value:
-            raise refused(f"{chosen} {shown(value)}", place, "a list of schemas")
-        if chosen == "allOf" and len(value) > 1:
-            raise refused("allOf", place, "one schema in it")
-        for i, one in enumerate(value):
-            for other in range(i) if chosen == "oneOf" else ():
-                if not self.disjoint(one, value[other]):
-                    raise refused("oneOf", place, f"schemas that no value meets together (not {other} and {i})")
-        converted = [self.convert(one, f"{place}/{chosen}/{i}") for i, one in enumerate(value)]
-        return converted[0] if len(converted) == 1 else {"anyOf": converted}
+            raise refused(f"{keyword} {shown(value)}", place, "a list of schemas")
+        converted = [self.convert(one, f"{place}/{keyword}/{i}", is_open=is_open) for i, one in enumerate(value)]
+        if keyword != "oneOf":
+            return converted
+        overlap = next(
+            ((a, b) for b in range(len(value)) for a in range(b) if not self.disjoint(value[a], value[b])), None
+        )
+        if overlap is None:
+            return converted
+        if (name := self.discriminator(value)) is None:
+            raise refused("oneOf", place, "schemas that no value meets together (not {} and {})".format(*overlap))
+        return [{"allOf": [one, {"required": [name]}]} for one in converted]
 
     # --- references
 
-    def definition(self, reference: Any, place: str) -> str:
-        """Return the name of what a reference refers to, converted."""
+    def definition(self, reference: Any, place: str, *, is_open: bool) -> str:
+        """Return the reference to a definition of what a reference refers to, converted."""
         target = self.target(reference, place)
         if reference in self.entered:
             raise refused(f"$ref {shown(reference)}", place, "an object or an array before a schema repeats")
-        if reference not in self.names:
-            self.names[reference] = name = str(len(self.names))
-            self.definitions[name] = {}  # keeps the order of the names
+        key = reference, is_open
+        if key not in self.names:
+            self.names[key] = name = str(len(self.names))
             self.entered.add(reference)
-            self.definitions[name] = self.convert(target, reference)
+            self.definitions[name] = self.convert(target, reference, is_open=is_open)
             self.entered.discard(reference)
-        return self.names[reference]
+        return f"#/$defs/{self.names[key]}"
 
     def target(self, reference: Any, place: str) -> Schema:
+        """Return what a reference refers to."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise refused(f"$ref {shown(reference)}", place, '"#" or "#/" and a place in the schema')
         found = self.root
@@ -184,7 +248,7 @@ class Conversion:
                 raise refused(f"$ref {shown(reference)}", place, "a place in the schema")
         return found
 
-    def inside(self, schema: Schema, place: str) -> dict[str, Any]:
+    def inside(self, schema: Schema, place: str) -> Schema:
         """Convert the schema of a part of an object or an array."""
         entered, self.entered = self.entered, set()
         converted = self.convert(schema, place)
@@ -192,17 +256,6 @@ class Conversion:
         return converted
 
     # --- values
-
-    def values(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
-        keyword = "enum" if "enum" in schema else "const"
-        values = schema["enum"] if keyword == "enum" else [schema["const"]]
-        if not isinstance(values, list):
-            raise refused(f"enum {shown(values)}", place, "a list of values")
-        types = self.types(schema, place)
-        kept = [value for value in values if not types or any(is_of_type(value, one) for one in types)]
-        if not kept:
-            raise refused(keyword, place, "a value of its type")
-        return {"enum": kept}
 
     def types(self, schema: dict[str, Any], place: str) -> list[str]:
         """Return the types that a schema names; empty: none."""
@@ -216,25 +269,46 @@ class Conversion:
 
     def disjoint(self, a: Schema, b: Schema, depth: int = MOST_DEPTH) -> bool:
         """Return whether it is certain that no value meets both schemas."""
+        self.num_compared += 1
+        if self.num_compared > MOST_COMPARED:
+            return False
         a, b = self.resolved(a), self.resolved(b)
         if depth == 0 or not isinstance(a, dict) or not isinstance(b, dict):
             return a is False or b is False
         for one, other in ((a, b), (b, a)):
-            branches = one.get("anyOf", one.get("oneOf"))
-            if isinstance(branches, list) and branches:
-                return all(self.disjoint(branch, other, depth - 1) for branch in branches)
-        values = [one.get("enum", [one["const"]] if "const" in one else None) for one in (a, b)]
-        if all(isinstance(one, list) for one in values):
-            return not {as_key(value) for value in values[0]} & {as_key(value) for value in values[1]}
+            for keyword, every in (("anyOf", all), ("oneOf", all), ("allOf", any)):
+                branches = one.get(keyword)
+                if isinstance(branches, list) and every(self.disjoint(each, other, depth - 1) for each in branches):
+                    return True
+        if all("enum" in one or "const" in one for one in (a, b)):
+            keys = [{as_key(value) for value in one.get("enum", [one.get("const")])} for one in (a, b)]
+            return not keys[0] & keys[1]
         kinds = [kinds_of(one) for one in (a, b)]
         if all(kinds) and not kinds[0] & kinds[1]:
             return True
         if kinds != [{"object"}, {"object"}]:
             return False
         return any(
-            self.disjoint(a["properties"][name], b["properties"][name], depth - 1)
-            for name in a.get("required", [])
-            if name in b.get("required", []) and name in a.get("properties", {}) and name in b.get("properties", {})
+            name in b.get("required", []) and self.disjoint_at(name, a, b, depth - 1) for name in a.get("required", [])
+        )
+
+    def disjoint_at(self, name: str, a: dict[str, Any], b: dict[str, Any], depth: int) -> bool:
+        """Return whether it is certain that no property of this name meets both schemas of objects."""
+        each = [one.get("properties", {}).get(name, True) for one in (a, b)]
+        return self.disjoint(each[0], each[1], depth)
+
+    def discriminator(self, schemas: list[Schema]) -> str | None:
+        """Return a property that tells objects of all schemas apart, if they have it."""
+        each = [self.resolved(one) for one in schemas]
+        if not all(isinstance(one, dict) and kinds_of(one) == {"object"} for one in each):
+            return None
+        return next(
+            (
+                name
+                for name in each[0].get("properties", {})
+                if all(self.disjoint_at(name, a, b, MOST_DEPTH) for a, b in combinations(each, 2))
+            ),
+            None,
         )
 
     def resolved(self, schema: Schema) -> Schema:
@@ -247,181 +321,199 @@ class Conversion:
 
     # --- types
 
-    def by_type(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
-        types = self.types(schema, place)
-        types = types or [kind for kind, names in KEYWORDS.items() if any(name in schema for name in names)]
-        convert = {"string": self.string, "array": self.array, "object": self.object}
-        each = [
-            convert[one](schema, place)
-            if one in convert
-            else self.number(schema, place, one)
-            if one in ("integer", "number")
-            else {"type": one}
-            for one in types
-        ]
-        return {"anyOf": each} if len(each) > 1 else each[0] if each else {}
+    def number(self, schema: dict[str, Any], place: str, converted: dict[str, Any], *, is_open: bool) -> None:
+        given = {name: schema[name] for name in KEYWORDS["number"] if name in schema}
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise refused(f"{name} {shown(value)}", place, "a number")
+            if abs(value) > (2**53 if value == int(value) else 10**12):
+                raise refused(f"{name} {shown(value)}", place, "at most 2^53 (10^12 with decimals)")
+            if name == "multipleOf" and value <= 0:
+                raise refused(f"{name} {shown(value)}", place, "a number above 0")
+        low = [value for name, value in given.items() if name.endswith("inimum")]
+        high = [value for name, value in given.items() if name.endswith("aximum")]
+        if max(low, default=0) > LARGEST_BOTH or min(high, default=0) < -LARGEST_BOTH:
+            raise refused("bounds", place, "numbers of fewer than 16 digits within them")
+        is_narrow = is_open or (bool(low and high) and min(high) - max(low) <= 1)
+        for name, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
+            if is_narrow and name in given:
+                # llguidance would allow an integer that is excluded here if the other bound is less than 1 from it.
+                value = given.pop(name)
+                nearest, one = value + sign * max(SMALLEST_STEP, abs(value) * 2**-48), name[9:].lower()
+                given[one] = nearest if one not in given else max(nearest, given[one], key=lambda each: sign * each)
+        converted |= given
 
-    def number(self, schema: dict[str, Any], place: str, kind: str) -> dict[str, Any]:
-        bounds = {name: bound(schema, name, place) for name in KEYWORDS["number"] if name in schema}
-        multiple = bounds.pop("multipleOf", None)
-        low = [(value, "exclusive" in name) for name, value in bounds.items() if name.endswith("inimum")]
-        high = [(value, "exclusive" in name) for name, value in bounds.items() if name.endswith("aximum")]
-        if kind == "number":
-            if multiple is not None:
-                raise refused("multipleOf", place, "none with type number")
-            least, most = max(low, default=None), min(high, key=lambda one: (one[0], not one[1]), default=None)
-            empty = least and most and (least[0] > most[0] or (least[0] == most[0] and (least[1] or most[1])))
-            if empty:
-                raise refused("bounds", place, "a number within them")
-            for value in bounds.values():
-                if round(value, 6) != value:
-                    raise refused(f"bound {value}", place, "at most 6 decimals")
-            converted = {"type": "number"}
-            for found, name in ((least, "Minimum"), (most, "Maximum")):
-                if found:
-                    converted["exclusive" + name if found[1] else name.lower()] = found[0]
-            return converted
-        first = max((math.floor(value) + 1 if over else math.ceil(value) for value, over in low), default=None)
-        last = min((math.ceil(value) - 1 if under else math.floor(value) for value, under in high), default=None)
-        if first is not None and last is not None and first > last:
-            raise refused("bounds", place, "an integer within them")
-        for value in (first, last):
-            if value is not None and not -INT64 < value < INT64:
-                raise refused("bounds", place, "64-bit integers")
-        limits = {name: value for name, value in (("minimum", first), ("maximum", last)) if value is not None}
-        if multiple is None or multiple == 1:
-            return {"type": "integer", **limits}
-        if multiple != int(multiple) or multiple < 1 or (multiple > MOST_MULTIPLES and len(limits) < 2):
-            raise refused(f"multipleOf {multiple}", place, f"an integer from 1 to {MOST_MULTIPLES}")
-        if not limits:
-            return {"type": "integer", "multipleOf": int(multiple)}
-        if first is None or last is None:
-            raise refused("multipleOf", place, "both bounds beside it, or none")
-        multiples = range(-(-first // int(multiple)) * int(multiple), last + 1, int(multiple))
-        if not 0 < len(multiples) <= MOST_MULTIPLES:
-            raise refused("multipleOf", place, f"1 to {MOST_MULTIPLES} multiples within the bounds")
-        return {"enum": list(multiples)}
-
-    def string(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
+    def string(self, schema: dict[str, Any], place: str, converted: dict[str, Any], also: list[Schema]) -> None:
         least, most = limits_of(schema, "minLength", "maxLength", place)
-        has_length = least > 0 or most is not None
-        pattern, format = schema.get("pattern"), schema.get("format")
-        if format in REFUSED_FORMATS:
-            raise refused(f"format {shown(format)}", place, "one of " + ", ".join(FORMATS))
-        known = isinstance(format, str) and format in FORMATS
-        if pattern is not None and not isinstance(pattern, str):
-            raise refused(f"pattern {shown(pattern)}", place, "a string")
-        names = ["pattern"] * (pattern is not None) + ["format"] * known
-        if len(names) == 2 or (names and has_length):
-            other = "format" if len(names) == 2 else "minLength" if least else "maxLength"
-            raise refused(other, place, f"none beside {names[0]}")
-        if pattern is not None:
-            try:
-                return {"type": "string", "pattern": schema_patterns.checked(pattern)}
-            except ValueError as error:
-                raise refused(f"pattern {shown(pattern)}", place, f"none with {shown(str(error))}") from error
-        if known:
-            return {"type": "string", "pattern": schema_patterns.checked(FORMATS[str(format)], nested=True)}
-        return {"type": "string"} | ({"pattern": schema_patterns.of_length(least, most)} if has_length else {})
+        converted |= limits(minLength=least, maxLength=most)
+        if "pattern" in schema:
+            converted["pattern"] = self.pattern(schema["pattern"], place)
+        name = schema.get("format")
+        if name in REFUSED_FORMATS:
+            raise refused(f"format {shown(name)}", place, "one of " + ", ".join(FORMATS))
+        if isinstance(name, str) and name in FORMATS:
+            also.append({"pattern": f"^(?:{FORMATS[name]})$"})
 
-    def array(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
+    def pattern(self, pattern: Any, place: str) -> str:
+        """Return a pattern of strings for llguidance."""
+        if not isinstance(pattern, str):
+            raise refused(f"pattern {shown(pattern)}", place, "a string")
+        try:
+            return f"^(?:{canonical(pattern, is_search=True)})$"
+        except Unsupported as error:
+            raise refused(f"pattern {shown(pattern)}", place, f"none with {error}") from error
+        except ValueError as error:
+            raise refused(f"pattern {shown(pattern)}", place, f"a regular expression ({error})") from error
+
+    def array(self, schema: dict[str, Any], place: str, converted: dict[str, Any], *, is_open: bool) -> None:
         least, most = limits_of(schema, "minItems", "maxItems", place)
-        prefix = schema.get("prefixItems", [])
+        converted |= limits(minItems=least, maxItems=most)
+        prefix_name, name = "prefixItems", "items"
+        if isinstance(schema.get("items"), list):  # of older drafts
+            prefix_name, name = "items", "additionalItems"
+        if name not in schema and "unevaluatedItems" in schema:
+            if is_open:
+                raise refused("unevaluatedItems", place, f"none beside {', '.join(IN_PLACE)}")
+            name = "unevaluatedItems"
+        prefix = schema.get(prefix_name, [])
         if not isinstance(prefix, list):
             raise refused(f"prefixItems {shown(prefix)}", place, "a list of schemas")
-        prefix = prefix if most is None else prefix[:most]
-        name = "unevaluatedItems" if "items" not in schema and "unevaluatedItems" in schema else "items"
-        items = schema.get(name, not prefix or least > len(prefix))
-        if not is_schema(items):
-            raise refused(f"{name} {shown(items)}", place, "a schema")
-        if items is False and least > len(prefix):
-            raise refused("minItems", place, f"at most {len(prefix)}")
-        if items is False and not prefix:
-            items, most = True, 0
-        converted: dict[str, Any] = {"type": "array"}
         if prefix:
-            converted["prefixItems"] = [self.inside(one, f"{place}/prefixItems/{i}") for i, one in enumerate(prefix)]
-        converted["items"] = items and self.inside(items, f"{place}/{name}")
-        if least:
-            converted["minItems"] = least
-        if most is not None and (items is not False or most < len(prefix)):
-            converted["maxItems"] = most
-        return converted
+            converted["prefixItems"] = [self.inside(one, f"{place}/{prefix_name}/{i}") for i, one in enumerate(prefix)]
+        if name in schema:
+            converted["items"] = self.inside(schema[name], f"{place}/{name}")
+        elif prefix and least <= len(prefix) and not is_open:
+            converted["items"] = False
 
-    def object(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
+    def object(self, schema: dict[str, Any], place: str, converted: dict[str, Any], also: list[Schema]) -> None:
         least, most = limits_of(schema, "minProperties", "maxProperties", place)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        patterns, of_names = schema.get("patternProperties", {}), schema.get("propertyNames", True)
-        for name, value in (("properties", properties), ("patternProperties", patterns)):
+        converted |= limits(minProperties=least, maxProperties=most)
+        if "required" in schema:
+            converted["required"] = required_of(schema["required"], "required", place)
+        for name in ("properties", "patternProperties"):
+            value = schema.get(name, {})
             if not isinstance(value, dict):
                 raise refused(f"{name} {shown(value)}", place, "an object of schemas")
-        if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
-            raise refused(f"required {shown(required)}", place, "a list of names")
-        required = list(dict.fromkeys(required))
-        is_open = not properties and not patterns and not required
-        unevaluated = schema.get("unevaluatedProperties", is_open)
-        additional = schema.get("additionalProperties", unevaluated)
-        others = schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
-        if not is_schema(additional):
-            raise refused(f"additionalProperties {shown(additional)}", place, "a schema")
-        if patterns:
-            if len(patterns) > 1 or properties or required or additional is not False:
-                raise refused("patternProperties", place, "one pattern, and no other names beside it")
-            (pattern,) = patterns
-        if of_names is not True and (properties or patterns or required):
-            raise refused("propertyNames", place, "none beside properties, required or patternProperties")
-        for name in required:
-            if properties.get(name, others) is False:
-                raise refused(f"required {shown(name)}", place, "a property that may be there")
-        names = [*properties, *(name for name in required if name not in properties)]
-        kept = {
-            name: self.inside(one, f"{place}/properties/{escaped(name)}")
-            for name, one in ((name, properties.get(name, others)) for name in names)
-            if one is not False
-        }
-        converted: dict[str, Any] = {"type": "object"}
-        if kept:
-            converted |= {"properties": kept, "required": required}
-        is_free = bool(patterns) or additional is not False
-        if patterns:
-            at = f"{place}/patternProperties/{escaped(pattern)}"
-            key = self.string({"pattern": pattern}, at)["pattern"]
-            converted |= {"patternProperties": {key: self.inside(patterns[pattern], at)}, "additionalProperties": False}
-        elif additional is False:
-            converted["additionalProperties"] = False
-        elif names:  # a name with an escape could be that of a property
-            others_pattern = schema_patterns.other_names(names)
-            value = self.inside(additional, f"{place}/additionalProperties")
-            converted |= {"patternProperties": {others_pattern: value}, "additionalProperties": False}
-        else:
-            converted["additionalProperties"] = self.inside(additional, f"{place}/additionalProperties")
-            if of_names is not True:
-                converted["propertyNames"] = self.names_of(of_names, f"{place}/propertyNames")
-        least = 0 if least <= len(required) else least
-        if (most is not None and most < len(required)) or (not is_free and least > len(kept)):
-            raise refused("minProperties" if least else "maxProperties", place, "as many properties as there may be")
-        if is_free and (least > 1 or (kept and (least or most is not None))):
-            # A text may name a property twice.
-            raise refused("minProperties" if least else "maxProperties", place, "none where names are free")
-        if not is_free and not kept:
-            most = None
-        return (
-            converted | ({"minProperties": least} if least else {}) | ({} if most is None else {"maxProperties": most})
-        )
+            if value:
+                converted[name] = {
+                    self.pattern(key, at) if name == "patternProperties" else key: self.inside(one, at)
+                    for key, one, at in ((key, one, f"{place}/{name}/{escaped(key)}") for key, one in value.items())
+                }
+        others = schema.get("additionalProperties")
+        if others is None and not isinstance(schema.get("unevaluatedProperties", True), bool):
+            if any(keyword in schema for keyword in (*IN_PLACE, *DEPENDENT)):
+                raise refused("unevaluatedProperties", place, f"true or false beside {', '.join(IN_PLACE)}")
+            others = schema["unevaluatedProperties"]
+        if others is not None:
+            converted["additionalProperties"] = self.inside(others, f"{place}/additionalProperties")
+        names = Names()
+        self.collect(schema, place, names, set())
+        is_free = names.has_others or bool(names.patterns) or not names.given
+        if is_free and least > max(1, len(converted.get("required", ())) + 1):
+            raise refused("minProperties", place, "at most 1 that is not required where names are free")  # or twice one
+        if is_free and (found := next(filter(ESCAPED.search, names.given), None)) is not None:
+            raise refused(f"property {shown(found)}", place, "no control characters where names are free")
+        if "propertyNames" in schema:
+            also += self.names_of(schema["propertyNames"], f"{place}/propertyNames")
+        for keyword in DEPENDENT:
+            if keyword in schema:
+                also += self.dependent(schema[keyword], keyword, place)
 
-    def names_of(self, schema: Schema, place: str) -> dict[str, Any]:
+    def names_of(self, schema: Schema, place: str) -> list[Schema]:
         """Convert the schema of the names of an object's properties."""
-        if isinstance(schema, dict) and "type" not in schema and not any(name in schema for name in CHOICES):
-            schema = schema | {"type": "string"}
-        converted = self.convert(schema, place)
-        while "$ref" in converted:
-            converted = self.definitions[converted["$ref"].rpartition("/")[2]]
-        if converted.get("type") == "string":
-            return converted
-        names = [one for one in converted.get("enum", []) if isinstance(one, str)]
-        if not names:
-            raise refused("propertyNames", place, "a schema of strings")
-        return {"enum": names}
+        given = self.resolved(schema)
+        if given is True or given == {} or given == {"type": "string"}:
+            return []
+        if isinstance(given, dict) and ("enum" in given or "const" in given):
+            values = [one for one in given.get("enum", [given.get("const")]) if isinstance(one, str)]
+            return [{"properties": dict.fromkeys(values, True), "additionalProperties": False}]
+        if not isinstance(given, dict) or not {*given} & ASSERTIONS <= {"type", *KEYWORDS["string"]}:
+            raise refused("propertyNames", place, "an enum, or keywords of strings")
+        converted: dict[str, Any] = {}
+        also: list[Schema] = []
+        self.string(given, place, converted, also)
+        least, most = converted.pop("minLength", 0), converted.pop("maxLength", "")
+        patterns = [one["pattern"] for one in (converted, *also) if "pattern" in one]
+        if least or most != "":
+            patterns.append(f"^(?s:.{{{least},{most}}})$")
+        if len(patterns) > 1:
+            raise refused("propertyNames", place, "one of pattern, format and lengths")
+        return [{"patternProperties": {one: True}, "additionalProperties": False} for one in patterns]
+
+    def dependent(self, value: Any, keyword: str, place: str) -> list[Schema]:
+        """Convert `dependentRequired`, `dependentSchemas` or `dependencies`: lists of names, or schemas, by names."""
+        if not isinstance(value, dict):
+            raise refused(f"{keyword} {shown(value)}", place, "an object")
+        converted = []
+        for name, one in value.items():
+            at = f"{place}/{keyword}/{escaped(name)}"
+            is_list = isinstance(one, list)
+            if is_list != (keyword == "dependentRequired") and keyword != "dependencies":
+                raise refused(f"{keyword} {shown(one)}", place, "a schema" if is_list else "a list of names")
+            needed = required_of(one, keyword, place) if is_list else []
+            also = [] if is_list else [self.convert(one, at, is_open=True)]
+            present = {"required": list(dict.fromkeys([name, *needed]))} | ({"allOf": also} if also else {})
+            converted.append({"anyOf": [{"properties": {name: False}}, present]})
+        return converted
+
+    # --- closing objects
+
+    def closing(self, schema: dict[str, Any], place: str) -> list[dict[str, Any]]:
+        """Return a schema that allows no properties but those that this one names; empty: it says something of others.
+
+        Raises:
+            ValueError: `unevaluatedProperties` is false beside additional properties of a schema for the same value.
+        """
+        names = Names()
+        self.collect(schema, place, names, set())
+        is_closed = schema.get("unevaluatedProperties") is False
+        if is_closed and (names.has_others or names.has_choices):
+            raise refused("unevaluatedProperties", place, "none beside choices or other properties")
+        if not is_closed and (
+            names.has_others or names.patterns or not names.given or "additionalProperties" in schema
+        ):
+            return []
+        allowed = names.evaluated if is_closed else names.given
+        patterns = {"patternProperties": dict.fromkeys(names.patterns, True)} if names.patterns else {}
+        return [{"properties": dict.fromkeys(allowed, True), **patterns, "additionalProperties": False}]
+
+    def collect(self, schema: Schema, place: str, names: Names, seen: set[str]) -> None:
+        """Add what a schema says of the names of properties to `names`."""
+        if not isinstance(schema, dict):
+            return
+        if isinstance(value := schema.get("properties"), dict):
+            names.given |= dict.fromkeys(value)
+            names.evaluated |= dict.fromkeys(value)
+        if isinstance(value := schema.get("patternProperties"), dict):
+            names.patterns |= {self.pattern(key, place): None for key in value}
+        names.given |= dict.fromkeys(required_of(schema.get("required", []), "required", place))
+        others = schema.get("additionalProperties", schema.get("unevaluatedProperties", False))
+        names.has_others |= others is not False
+        for keyword in IN_PLACE[1:]:
+            names.has_choices |= keyword != "allOf" and keyword in schema
+            for one in value if isinstance(value := schema.get(keyword), list) else ():
+                self.collect(one, place, names, seen)
+        for keyword in DEPENDENT:
+            for one in value.values() if isinstance(value := schema.get(keyword), dict) else ():
+                names.has_choices |= not isinstance(one, list)
+                names.given |= dict.fromkeys(required_of(one, keyword, place)) if isinstance(one, list) else {}
+                self.collect(one, place, names, seen)
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            self.collect(self.target(reference, place), place, names, seen | {reference})
+
+
+def numbers_of(value: Any) -> Iterator[int | float]:
+    """Yield the numbers in a value."""
+    if isinstance(value, int | float):
+        yield value
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from numbers_of(one)
+
+
+def is_too_long(number: int | float) -> bool:
+    """Return whether llguidance, which reads numbers as float64, would read another one."""
+    return abs(number) >= 2**63 or int(float(number)) != int(number)
 
 
 def shown(value: Any) -> str:
@@ -429,11 +521,16 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def bound(schema: dict[str, Any], name: str, place: str) -> int | float:
-    value = schema[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise refused(f"{name} {shown(value)}", place, "a number")
-    return value
+def limits(**values: int | None) -> dict[str, int]:
+    """Return the limits that ask for something."""
+    return {name: value for name, value in values.items() if value is not None and (value or "max" in name)}
+
+
+def required_of(value: Any, keyword: str, place: str) -> list[str]:
+    """Return a list of names, each once."""
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise refused(f"{keyword} {shown(value)}", place, "a list of names")
+    return list(dict.fromkeys(value))
 
 
 def limits_of(schema: dict[str, Any], least: str, most: str, place: str) -> tuple[int, int | None]:

@@ -208,6 +208,7 @@ def plain_values(request: BaseRequest) -> dict[str, Any]:
         "n": 1,
         "stop_token_ids": list(request.stop_tokens),
         "stop": params.stop_strings,
+        "constrain_after": list(params.constrain_after),
         "logit_bias": None if params.logit_bias is None else [[key, bias] for key, bias in params.logit_bias.items()],
         "prediction": list(request.prediction) or None,
         "json_schema": params.constraint[1] if params.json_schema is not None else None,
