@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from specdec_kernels.server.parsers import TOOL_PARSERS, FirstCall, ToolCall
 from specdec_kernels.tiny import tiny_model
 from support.server_thread import Running, serving
 
+SLOWNESS = 5  # other tests run on the same cores
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{{ message['name'] }}{% endfor %}"
 MESSAGES = [{"role": "user", "content": "def f"}]
@@ -238,3 +242,51 @@ def test_long_text_is_counted_before_all_of_its_tokens_are_in_memory() -> None:
             engine.submit("a b " * 120_000)
     assert str(error.value) == "submit: prompt has more than 2048 tokens, expected at most 2047 (max_len - 1)"
     assert longest <= 1 << 16
+
+
+def resident_bytes() -> int:
+    """Return the memory of this process, which is the server's as well."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETE, '{"prompt": "%s"}' % ("a b " * 1_900_000)),
+        (CHAT, '{"messages": [{"role": "user", "content": "a"}], "prediction": {"type": "content", "content": "%s"}}'
+         % ("a b " * 1_900_000)),
+        (COMPLETE, '{"prompt": [%s1]}' % ("1," * 3_900_000)),
+        (COMPLETE, '{"prompt": [%s[]]}' % ("[]," * 2_600_000)),
+        (COMPLETE, '{"prompt": "a", "stop": [%s"a"]}' % ('"b",' * 1_900_000)),
+        (COMPLETE, '{"prompt": "a", "logit_bias": {%s"1": 1}}' % ('"1":1,' * 1_300_000)),
+        ("/detokenize", '{"tokens": [%s1]}' % ("1," * 3_900_000)),
+        ("/tokenize", '{"prompt": "%s"}' % ("a b " * 1_900_000)),
+    ],
+    ids=["prompt", "prediction", "tokens", "lists", "stops", "bias", "detokenize", "tokenize"],
+)  # fmt: skip
+def test_bystanders_do_not_wait_for_large_bodies(server: Running, path: str, body: str) -> None:
+    """Four clients at a time send what `--max-body-bytes` lets through; memory is given back."""
+    before, slowest = resident_bytes(), 0.0
+    with ThreadPoolExecutor(4) as pool:
+        attacks = [pool.submit(server.ask, path, body.encode()) for _ in range(4)]
+        while not all(attack.done() for attack in attacks):
+            begin = time.monotonic()
+            assert server.ask(COMPLETE, BODIES[COMPLETE])[0] == 200
+            slowest = max(slowest, time.monotonic() - begin)
+    assert {attack.result()[0] for attack in attacks} <= {200, 400}
+    print(f"slowest {slowest:.2f} s, {(resident_bytes() - before) >> 20} MiB")
+    assert slowest < 1 * SLOWNESS
+    assert resident_bytes() - before < 300 << 20
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('{"prompt": [%s1]}' % ("1," * (1 << 20)), "the body has 1048577 values, expected at most 1048576"),
+        ('{"prompt": [%s1]}' % ("[]," * (1 << 16)), "the body has 65538 arrays and objects, expected at most 65536"),
+        ('{"prompt": "%s"}' % (r"[,\"\\" * (1 << 18)), "prompt has 1048576 characters, expected at most 32768 (max_len tokens)"),
+    ],
+    ids=["values", "arrays", "text"],
+)  # fmt: skip
+def test_values_of_a_body_are_counted_before_they_are_parsed(server: Running, body: str, message: str) -> None:
+    assert server.error(COMPLETE, body.encode())[:2] == (400, message)

@@ -74,6 +74,7 @@ class Server:
         template = settings.chat_template or getattr(engine.tokenizer, "chat_template", None) or ""
         self._format = format_of(str(template), settings.tool_parser, settings.reasoning_parser)
         self.grammars = GrammarCompiler(engine, GrammarLimits(seconds=settings.max_grammar_seconds))
+        self._large_bodies = asyncio.Semaphore(1)  # parsed at a time: each needs the GIL for a while
         self._num_prepared = 0  # texts of requests that are tokenized, or whose grammars are compiled
         self._preparing: set[asyncio.Task[Any]] = set()
 
@@ -304,7 +305,10 @@ class Server:
         except asyncio.TimeoutError as error:
             message = f"the body has not come within {seconds:g} s, expected a faster upload"
             raise RequestError(message, status=408, headers={"Connection": "close"}) from error
-        return await asyncio.to_thread(parse_body, whole) if len(whole) > LARGE_BODY else parse_body(whole)
+        if len(whole) <= LARGE_BODY:
+            return parse_body(whole)
+        async with self._large_bodies:
+            return await asyncio.to_thread(parse_body, whole)
 
     async def _read(self, request: Request) -> bytes:
         """Return the bytes of a body."""

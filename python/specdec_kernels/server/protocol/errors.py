@@ -10,6 +10,8 @@ from .. import strict_json
 
 Object = dict[str, Any]
 
+MAX_VALUES, MAX_CONTAINERS = 1 << 20, 1 << 16  # of a body
+
 
 class RequestError(Exception):
     """An error response in OpenAI's form.
@@ -56,8 +58,22 @@ def without_folders(message: str) -> str:
     return re.sub(r"(?<![\w:/.])/(?:[^\s/'\":]+/)+([^\s/'\":]*)", r"\1", message)
 
 
+def check_count(body: bytes) -> None:
+    """Refuse a body of more values than any request needs: parsing millions of them would hold up other requests."""
+    if body.count(b",") < MAX_VALUES and body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+        return
+    bare = re.sub(rb'"[^"]*"', b"", body.replace(rb"\\", b"").replace(rb"\"", b""))  # without strings
+    for count, what, most in (
+        (bare.count(b",") + 1, "values", MAX_VALUES),
+        (bare.count(b"[") + bare.count(b"{"), "arrays and objects", MAX_CONTAINERS),
+    ):
+        if count > most:
+            raise RequestError(f"the body has {count} {what}, expected at most {most}")
+
+
 def parse_body(body: bytes) -> Object:
     """Parse a JSON object; RequestError if it is none, if a string is no valid Unicode or a number is too large."""
+    check_count(body)
     try:
         values = strict_json.loads(body, parse_int)
         if b"\\u" in body:
