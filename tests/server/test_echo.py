@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
@@ -15,6 +17,7 @@ from openai import OpenAI
 from specdec_kernels.engine import SamplingParams
 from specdec_kernels.server.protocol import requests
 from specdec_kernels.tiny import tiny_model
+from support import lm_eval_session
 from support.leaks import expect_nothing_left
 from support.request_engines import make_engine, prompts
 from support.server_thread import NAME, Running, serving
@@ -239,29 +242,21 @@ def test_log_likelihoods_of_lm_eval(server: Running) -> None:
         assert other == (pytest.approx(value, abs=1e-3), is_greedy)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
+@pytest.mark.clients
 def test_tasks_of_lm_eval_agree_with_transformers(server: Running) -> None:
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
-    api = LocalCompletionsAPI(
-        base_url=f"http://127.0.0.1:{server.port}/v1/completions",
-        model=NAME,
-        tokenizer=str(tiny_model("target")),
-        tokenizer_backend="huggingface",
-        max_length=255,
-        batch_size=2,
-    )
+    python = os.environ.get("SPECDEC_CLIENTS", sys.executable)
+    if subprocess.run([python, "-c", "import lm_eval"], capture_output=True).returncode != 0:
+        pytest.skip(f"lm_eval is not installed for {python}")
     pairs = [("def area(", "width):"), ("import os", "\nimport sys\n"), ("", "def main():\n")]
-    instances = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
-    for (context, continuation), (value, is_greedy) in zip(pairs, api.loglikelihood(instances), strict=True):
+    arguments = f"http://127.0.0.1:{server.port}/v1", NAME, str(tiny_model("target")), json.dumps(pairs)
+    command = [python, lm_eval_session.__file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for (context, continuation), (value, is_greedy) in zip(pairs, found["pairs"], strict=True):
         whole = tokenizer()(context + continuation)["input_ids"]
-        begin = len(tokenizer()(context)["input_ids"]) if context else 1
-        tokens = whole if context else [api.prefix_token_id, *whole]
-        want, want_greedy = likelihood(tokens, begin)
+        tokens = whole if context else [found["first"], *whole]
+        want, want_greedy = likelihood(tokens, len(tokenizer()(context)["input_ids"]) if context else 1)
         assert (value, is_greedy) == (pytest.approx(want, abs=5e-3), want_greedy)
-    rolling = [Instance("loglikelihood_rolling", {}, ("def area(width):\n" * 3,), 0)]
-    (value,) = api.loglikelihood_rolling(rolling)
-    tokens = [api.prefix_token_id, *tokenizer()("def area(width):\n" * 3)["input_ids"]]
-    assert value == pytest.approx(likelihood(tokens, 1)[0], abs=5e-3)
+    tokens = [found["first"], *tokenizer()("".join(pairs[0]) * 3)["input_ids"]]
+    assert found["rolling"] == [pytest.approx(likelihood(tokens, 1)[0], abs=5e-3)]
