@@ -342,3 +342,19 @@ def test_read_prompts_of_files(tmp_path: Path) -> None:
         read_prompts(empty)
     with pytest.raises(ValueError, match=f"^{bad}, line 2 is '\\[1\\]', expected an object with prompt or messages$"):
         read_prompts(bad)
+
+
+def test_doctor_takes_a_class_like_eagle3(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "heads_of_mine.py").write_text(
+        "from specdec_kernels.engine import Draft, Eagle3\n\n\nclass Mine(Eagle3):\n    pass\n\n\n"
+        "class Other(Draft):\n    pass\n"
+    )
+    words = ["doctor", str(tiny_model("target")), "--speculative-draft-model-path", str(tiny_model("eagle3"))]
+    words += ["--max-new-tokens", "16", "--device", "cpu", "--speculative-algorithm"]
+    assert cli.main([*words, "heads_of_mine:Mine"]) in (0, 1)
+    assert capsys.readouterr().out.startswith("heads_of_mine:Mine: ")
+    assert cli.main([*words, "heads_of_mine:Other"]) == 2
+    assert "is heads_of_mine:Other, expected a class like Eagle3" in capsys.readouterr().err

@@ -17,15 +17,14 @@ CHECKPOINT_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")  # a checkpoint drafts
 ALGORITHMS = ("NONE", "NGRAM", *CHECKPOINT_ALGORITHMS, "EAGLE3+NGRAM")
 
 
-def one_of(*known: str, own: bool = True) -> Callable[[str], str]:
-    """Return a parser of algorithms in upper or lower case, and if `own` of a draft class as `module:Class`."""
+def one_of(*known: str) -> Callable[[str], str]:
+    """Return a parser of algorithms in upper or lower case, or of a draft class as `module:Class`."""
 
     def algorithm(text: str) -> str:
-        if own and ":" in text:
+        if ":" in text:
             return text
         if text.upper() not in known:
-            also = ", or a class as module:Class" if own else ""
-            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(known)}{also}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(known)}, or a class as module:Class")
         return text.upper()
 
     return algorithm

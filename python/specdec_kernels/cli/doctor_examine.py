@@ -244,12 +244,20 @@ def examine(args: argparse.Namespace) -> Diagnosis:
         as_is = Prompting(target.has_template if args.apply_chat_template is None else args.apply_chat_template)
 
         def make() -> Draft:
-            return draft_class(algorithm)(folder, num_steps=num_steps, topk=1)
+            try:
+                return draft_class(algorithm)(folder, num_steps=num_steps, topk=1)
+            except TypeError as error:  # of a class of the user's own
+                raise ValueError(
+                    f"--speculative-algorithm is {algorithm}, expected a class like Eagle3, which takes a checkpoint, "
+                    f"num_steps and topk ({error})"
+                ) from error
 
         def shifts(layers: tuple[int, ...]) -> Iterator[Shift]:
             fp8 = args.kv_cache_dtype is not None
             yield from prompting_shifts(as_is, target.has_template, target.num_bos(as_is), fp8)
             vocab_size, num_layers = target.config.vocab_size, target.config.num_hidden_layers
+            if ":" in algorithm:
+                return
             if algorithm == "STANDALONE":
                 yield from standalone_shifts(folder, num_steps, target.tokenizer, vocab_size)
             else:

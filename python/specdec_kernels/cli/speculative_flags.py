@@ -61,14 +61,15 @@ def add_draft_to_examine(parser: argparse.ArgumentParser, *others: str) -> None:
     add_model(parser)
     add_draft_path(parser.add_mutually_exclusive_group(required=not others), "--draft")
     algorithms = (*CHECKPOINT_ALGORITHMS, *others)
-    own, without = (", or a class of your own as module:Class", ", NGRAM without one") if others else ("", "")
+    without = ", NGRAM without one" if others else ""
     add_flag(
         parser,
         "--speculative-algorithm",
         "--algorithm",
-        type=one_of(*algorithms, own=bool(others)),
+        type=one_of(*algorithms),
         metavar="NAME",
-        help=f"algorithm of the draft: {', '.join(algorithms)}{own} (default: by its checkpoint{without})",
+        help=f"algorithm of the draft: {', '.join(algorithms)}, or a class of your own as module:Class (default: by "
+        f"its checkpoint{without})",
     )
     parser.add_argument(
         "--prompts",
