@@ -24,6 +24,7 @@ from specdec_kernels import FinishReason
 from specdec_kernels.engine import Draft, Engine, Ngram, RequestOutput, SamplingParams
 from specdec_kernels.engine.text.json_schemas import held_to, moved
 from specdec_kernels.engine.text.patterns import FORMATS, REFUSED_FORMATS
+from specdec_kernels.server.protocol.requests import schema_of_calls
 from specdec_kernels.tiny import tiny_model
 from support.generated_schemas import GENERATED
 from support.schema_texts import accepts, new_matcher, random_texts
@@ -190,6 +191,9 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     ],
     "`propertyNames` of other schemas": [
         ({"propertyNames": {"anyOf": [STRING]}}, "propertyNames at #/propertyNames, expected an enum, or keywords of strings"),
+        ({"propertyNames": {"enum": 3}}, "propertyNames at #/propertyNames, expected an enum, or keywords of strings"),
+        ({"propertyNames": {"enum": ["a", "bb"], "maxLength": 1}},
+         "propertyNames at #/propertyNames, expected an enum, or keywords of strings"),
         ({"propertyNames": {"pattern": "^a", "maxLength": 3}},
          "propertyNames at #/propertyNames, expected one of pattern, format and lengths"),
     ],
@@ -389,6 +393,15 @@ def test_texts_of_generated_schemas_validate(name: str) -> None:
     assert len(texts) > 5
     for text in texts:
         check_text(text, GENERATED[name])
+
+
+def test_texts_of_tool_calls_validate() -> None:
+    """By the parameters of their tools, which have definitions of the same names and references to themselves."""
+    parameters = {name: one for name, one in GENERATED.items() if "properties" in one}
+    tools = [{"function": {"name": name, "parameters": one}} for name, one in parameters.items()]
+    for text in random_texts(new_matcher("json_schema", schema_of_calls(tools)), 60, seed=4, most=800):
+        call = json.loads(text)
+        check_text(json.dumps(call["arguments"]), parameters[call["name"]])
 
 
 WORDS = ["".join(word) for length in range(5) for word in itertools.product("abc", repeat=length)]

@@ -422,12 +422,13 @@ class Conversion:
     def names_of(self, schema: Schema, place: str) -> list[Schema]:
         """Convert the schema of the names of an object's properties."""
         given = self.resolved(schema)
-        if given is True or given == {} or given == {"type": "string"}:
+        if given is True:
             return []
-        if isinstance(given, dict) and ("enum" in given or "const" in given):
-            values = [one for one in given.get("enum", [given.get("const")]) if isinstance(one, str)]
-            return [{"properties": dict.fromkeys(values, True), "additionalProperties": False}]
-        if not isinstance(given, dict) or not {*given} & ASSERTIONS <= {"type", *KEYWORDS["string"]}:
+        asserted = {*given} & ASSERTIONS - {"type"} if isinstance(given, dict) else {""}
+        if asserted in ({"enum"}, {"const"}) and isinstance(values := given.get("enum", [given.get("const")]), list):
+            names = dict.fromkeys((one for one in values if isinstance(one, str)), True)
+            return [{"properties": names, "additionalProperties": False}]
+        if not asserted <= {*KEYWORDS["string"]} or given.get("type", "string") != "string":
             raise refused("propertyNames", place, "an enum, or keywords of strings")
         converted: dict[str, Any] = {}
         also: list[Schema] = []
