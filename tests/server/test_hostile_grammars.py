@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -114,3 +115,12 @@ def test_sigterm_is_obeyed_while_grammars_are_compiled() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_grammar_without_a_backend_is_refused_with_what_to_install(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    status, message, param = server.error(PATH, PLAIN | {"regex": "a+"})
+    assert (status, param) == (400, "regex")
+    assert message == 'regex is given, expected none without llguidance (pip install "specdec-kernels[grammar]")'

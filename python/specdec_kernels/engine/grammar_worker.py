@@ -110,8 +110,8 @@ def supervise(control: socket.socket, grammars: Grammars) -> None:
             if descriptor == control.fileno():
                 _, received, _, _ = socket.recv_fds(control, 1, 1)
                 if not received:
-                    for child in children.values():
-                        os.kill(child.pid, signal.SIGKILL)
+                    for running in children.values():
+                        os.kill(running.pid, signal.SIGKILL)
                     return
                 new = fork_child(socket.socket(fileno=received[0]), control, grammars)
                 children[new.job.fileno()] = children[new.pipe] = new

@@ -217,6 +217,19 @@ class Grammars:
         """Pickle what it was made of, for another process."""
         return Grammars, (self._tokenizer, self._no_tokenizer, self._vocab_size)
 
+    def expect_available(self, kind: str) -> None:
+        """Raise ValueError if there is no tokenizer, or a backend is not installed."""
+        if self._tokenizer is None:
+            raise ValueError(f"SamplingParams: {kind} is given, expected none ({self._no_tokenizer})")
+        for package in sorted(set(BACKENDS.values())):
+            try:
+                importlib.import_module(package)
+            except ImportError as error:
+                raise ValueError(
+                    f"SamplingParams: {kind} is given, expected none without {package} "
+                    '(pip install "specdec-kernels[grammar]")'
+                ) from error
+
     def prepare(self) -> None:
         """Read the tokenizer for both backends, at the latest when the first grammar is compiled."""
         self._read_vocabulary("grammar").prepare()
@@ -280,16 +293,7 @@ class Grammars:
     def _read_vocabulary(self, kind: str) -> Vocabulary:
         with self._lock:
             if self._vocabulary is None:
-                if self._tokenizer is None:
-                    raise ValueError(f"SamplingParams: {kind} is given, expected none ({self._no_tokenizer})")
-                for package in set(BACKENDS.values()):
-                    try:
-                        importlib.import_module(package)
-                    except ImportError as error:
-                        raise ValueError(
-                            f"SamplingParams: {kind} is given, expected none without {package} "
-                            '(pip install "specdec-kernels[grammar]")'
-                        ) from error
+                self.expect_available(kind)
                 self._vocabulary = Vocabulary.of(self._tokenizer, self._vocab_size)
             return self._vocabulary
 

@@ -62,12 +62,13 @@ class GrammarCompiler:
         """Compile the grammar of a request, if it has one, so that its submission finds it.
 
         Raises:
-            ValueError: the grammar is invalid, or beyond the limits.
+            ValueError: the grammar is invalid, or beyond the limits; a backend is not installed.
             RequestError: too many others wait; the process has ended.
         """
         if not self._inputs.has_grammar(params):
             return
         kind, source = params.constraint
+        self._inputs.grammars.expect_available(kind)
         limits = self._limits
         if len(source) > limits.max_chars:
             expected = f"expected at most {limits.max_chars}"
