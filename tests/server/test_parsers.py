@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec_kernels.engine import NewTokens, SamplingParams
+from specdec_kernels.engine.text.detokenizer import Detokenizer
 from specdec_kernels.server.parsers import (
     REASONING_PARSERS,
     TOOL_PARSERS,
@@ -22,6 +27,9 @@ from specdec_kernels.server.parsers import (
     reasoning_parser_for,
     tool_parser_for,
 )
+from specdec_kernels.server.responses import Choice
+from specdec_kernels.status import FinishReason
+from support.tiny_checkpoint import tokenizer
 
 PROPERTIES = {
     "a": {},
@@ -217,6 +225,46 @@ def test_reasoning_spans_cover_reasoning_and_its_tags() -> None:
 def test_first_call_ends_the_text() -> None:
     parser = FirstCall(Format("hermes", "qwen3").parser(TOOLS))
     assert parse(parser, f"<think>a</think>b{HERMES}c{HERMES}", [])[0] == [["a"], "b", ("area", {"a": "</tool_call>"})]
+
+
+MARKED = {
+    "openai": (
+        Format("openai", "gpt_oss"),
+        "<|channel|>analysis<|message|>hé<|end|><|start|>assistant<|channel|>final<|message|>Hi X<|return|>",
+        [["hé"], "Hi X"],
+    ),
+    "mistral": (Format("mistral", None), 'é [TOOL_CALLS]area[ARGS]{"a": 1} X', ["é", ("area", {"a": 1}), "X"]),
+    "qwen3": (Format("hermes", "qwen3"), "<think>é</think>a<|other|>b X", [["é"], "ab X"]),
+}
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("name", MARKED)
+def test_special_tokens_reach_the_parser_that_reads_them(name: str, stops: bool) -> None:
+    """A stop string, found in the text without them, cuts off the same end."""
+    form, text, want = MARKED[name]
+    own = copy.deepcopy(tokenizer())
+    own.add_special_tokens({"additional_special_tokens": [*form.tags(True), "<|other|>"]})
+    plain, markup = Detokenizer(own), Detokenizer(own, form.tags(True))
+    prompt, tokens = [5, 6], own(text)["input_ids"]
+    final, marked = plain.text(prompt, tokens), text.replace("<|other|>", "")
+    if stops:
+        final, marked = final.partition("X")[0], marked.partition("X")[0]
+        want = merged([*(parser := form.parser(TOOLS)).push(marked), *parser.finish()])
+    for size in (1, 2, 5, 100):
+        output: Any = SimpleNamespace(prompt_tokens=prompt, tokens=tokens, text=None)
+        params = SamplingParams(stop=["X!"])
+        request: Any = SimpleNamespace(output=output, outcome=partial(lambda one: one, output), params=params)
+        choice = Choice(request, plain, form.parser(TOOLS), False, markup=markup)
+        found: list[Any] = []
+        for at in range(0, len(tokens), size):
+            last = at + size >= len(tokens)
+            if last:
+                output.text = final
+            reason = FinishReason.STOP if last else FinishReason.RUNNING
+            pieces = choice.on_tokens(NewTokens(0, tokens[at : at + size], reason))
+            found += choice.parse("".join(piece.text for piece in pieces), last)
+        assert choice.final_text() == marked and merged(found) == want
 
 
 def test_call_ids_have_the_form_that_the_template_expects() -> None:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from .._C import version as __version__
 from ..engine import AsyncEngine, AsyncRequest, Engine
+from ..engine.text.detokenizer import Detokenizer
 from .grammars import GrammarCompiler, GrammarLimits
 from .metrics import Metrics
 from .observer import Observer
@@ -73,6 +74,7 @@ class Server:
         self._token_text = token_texts(detokenizer)
         template = settings.chat_template or getattr(engine.tokenizer, "chat_template", None) or ""
         self._format = format_of(str(template), settings.tool_parser, settings.reasoning_parser)
+        self._markups: dict[bool, Detokenizer] = {}
         self.grammars = GrammarCompiler(engine, GrammarLimits(seconds=settings.max_grammar_seconds))
         self._large_bodies = asyncio.Semaphore(1)  # parsed at a time: each needs the GIL for a while
         self._num_prepared = 0  # texts of requests that are tokenized, or whose grammars are compiled
@@ -108,6 +110,7 @@ class Server:
             detokenizer=self._detokenizer,
             token_text=self._token_text,
             parser=self._parsers(parsed, token_lists[0]) if is_chat else None,
+            markup=self._markup(bool(parsed.tools)) if is_chat and not parsed.params.constraint[0] else None,
             on_first=lambda: self.metrics.first_token.observe(time.perf_counter() - arrival),
         )
 
@@ -117,6 +120,13 @@ class Server:
             return EventStream(answer)
         async with cancelled_on_disconnect(request.receive, answer.requests):
             return JSONResponse(await answer.whole())
+
+    def _markup(self, has_tools: bool) -> Detokenizer | None:
+        """Return what decodes texts with the special tokens that their parser reads; None: it reads none."""
+        if has_tools not in self._markups:
+            self._markups[has_tools] = Detokenizer(self.engine.tokenizer, self._format.tags(has_tools))
+        markup = self._markups[has_tools]
+        return markup if markup.shows_special_tokens else None
 
     def _parsers(self, parsed: ParsedRequest, prompt: list[int]) -> Callable[[], Parser] | None:
         """Return what creates the parser of each answer to a conversation; None: answers are text."""

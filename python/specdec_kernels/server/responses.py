@@ -47,14 +47,16 @@ class Choice:
         parser: Parser | None,
         by_rounds: bool,
         generates: bool = True,
+        markup: Detokenizer | None = None,
     ) -> None:
         self.request = request
+        self._detokenizer, self._markup = detokenizer, markup
         self._generates = generates  # else its text is not part of the response
         self.parser = parser
         self.num_calls = 0
         self.num_echoed = 0  # characters of the prompt before the text
         self._by_rounds = by_rounds
-        decoders = [detokenizer.decoder(request.output.prompt_tokens) for _ in range(2)]
+        decoders = [(markup or detokenizer).decoder(request.output.prompt_tokens) for _ in range(2)]
         self._text, self._ends = TextStream(decoders[0], request.params.stop_strings), TokenEnds(decoders[1])
 
     def on_tokens(self, new: NewTokens) -> list[Piece]:
@@ -69,9 +71,22 @@ class Choice:
         else:
             self._text.push(new.tokens)
         if new.finish_reason:
-            return self._text.finish((self.request.outcome().text or "") if self._generates else "")
+            return self._text.finish(self.final_text() if self._generates else "")
         found_stop = self.request.output.text is not None  # the final text is known, and its end follows
         return [] if found_stop else self._text.take()
+
+    def final_text(self) -> str:
+        """Return the text of a request that is done, with the special tokens that the parser reads."""
+        output = self.request.outcome()
+        text = output.text or ""
+        if self._markup is None:
+            return text
+        for end in range(len(output.tokens), 0, -1):  # a stop string cuts off some of the last tokens, or parts of them
+            kept = output.tokens[:end]
+            plain = self._detokenizer.text(output.prompt_tokens, kept)
+            if len(plain) <= len(text):
+                return self._markup.text(output.prompt_tokens, kept) + text[len(plain) :]
+        return text
 
     def count(self, tokens: Sequence[int]) -> None:
         """Note where new tokens end in the text, for `reasoning_tokens`."""
@@ -144,6 +159,7 @@ class ResponseBuilder:
         detokenizer: decodes the choices.
         token_text: returns the text and bytes of a token.
         parser: creates a parser of reasoning and tool calls for a choice; None: there are none.
+        markup: decodes the choices for their parsers, with special tokens; None: these read none.
         on_first: called at the first token.
     """
 
@@ -157,6 +173,7 @@ class ResponseBuilder:
         detokenizer: Detokenizer,
         token_text: Callable[[int], TokenText],
         parser: Callable[[], Parser] | None,
+        markup: Detokenizer | None,
         on_first: Callable[[], None],
     ) -> None:
         self.parsed, self.requests, self._is_chat, self._token_text = parsed, requests, is_chat, token_text
@@ -167,7 +184,7 @@ class ResponseBuilder:
         self._num_tokens = 0  # received so far
         by_rounds = parsed.options.include_rounds and parsed.stream
         self.choices = [
-            Choice(request, detokenizer, parser and parser(), by_rounds, parsed.generates) for request in requests
+            Choice(one, detokenizer, parser and parser(), by_rounds, parsed.generates, markup) for one in requests
         ]
         self._head = {
             "id": ("chatcmpl-" if is_chat else "cmpl-") + (parsed.id or secrets.token_hex(12)),
@@ -281,7 +298,7 @@ class ResponseBuilder:
     def _whole(self, index: int) -> dict[str, Any]:
         choice = self.choices[index]
         output = choice.request.outcome()
-        text = (output.text or "") if self.parsed.generates else ""
+        text = choice.final_text() if self.parsed.generates else ""
         message = self._message(choice.parse(text, last=True))
         logprobs = self._logprobs(choice, output.tokens, output.logprobs) if self.parsed.generates else None
         whole: dict[str, Any] = {"index": index, "logprobs": logprobs}

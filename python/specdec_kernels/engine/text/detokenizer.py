@@ -49,9 +49,13 @@ class Detokenizer:
             UTF-8, otherwise a replacement character for each.
         may_end_open: it is not known which tokens end inside a character.
         bytes_of: the bytes of each token, of a byte-level tokenizer; otherwise those of tokens that are single bytes.
+
+    Args:
+        tokenizer: of transformers.
+        shown: names of special tokens that are text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, shown: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self.is_fast = bool(getattr(tokenizer, "is_fast", False))
         self._special = dict.fromkeys(map(int, getattr(tokenizer, "all_special_ids", None) or ()), "")  # their names
@@ -61,6 +65,8 @@ class Detokenizer:
             kind = str(self._backend.decoder)
             added = self._backend.get_added_tokens_decoder()
             self._special = {token: content.content for token, content in added.items() if content.special}
+        self._shown = {token: name for token, name in self._special.items() if name in shown}
+        self._special = {token: name for token, name in self._special.items() if token not in self._shown}
         self.is_byte_level = kind.startswith("ByteLevel(")
         self.has_bytes = "ByteFallback" in kind
         self.may_end_open = not self.is_fast or (not self.is_byte_level and "ByteLevel(" in kind)
@@ -72,6 +78,8 @@ class Detokenizer:
         """Decode tokens that begin a text."""
         if not tokens:
             return ""
+        if self._shown and skip_special_tokens:
+            tokens, skip_special_tokens = self.visible(tokens), False
         source = self._backend if self.is_fast else self._tokenizer
         text: str = source.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
@@ -84,6 +92,11 @@ class Detokenizer:
     def decoder(self, prompt: Sequence[int]) -> TextDecoder:
         """Return the incremental decoder of a completion of a prompt."""
         return ByteDecoder(self, prompt) if self.is_byte_level else WindowDecoder(self, prompt)
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        """Whether the text has some of the special tokens."""
+        return bool(self._shown)
 
     def visible(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that are not special."""
@@ -98,6 +111,8 @@ class Detokenizer:
         return b"" if token in self._special else self._texts[token]
 
     def _letters(self, token: int) -> bytes:
+        if token in self._shown:
+            return self._shown[token].encode()
         piece = "" if token in self._special else self._backend.id_to_token(token) or ""
         if all(letter in LETTERS for letter in piece):
             return bytes(LETTERS[letter] for letter in piece)

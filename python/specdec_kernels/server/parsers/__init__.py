@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .harmony import Harmony
 from .items import Item, Parser, Reasoning, Span, ToolCall, Tools
 from .reasoning import ReasoningTags, TaggedReasoning
-from .sections import DeepSeekV3, DeepSeekV31, Glm45, Hermes, KimiK2, MiniMaxM2, Mistral, Qwen3Coder
+from .sections import DeepSeekV3, DeepSeekV31, Glm45, Hermes, KimiK2, MiniMaxM2, Mistral, Qwen3Coder, Sections
 from .whole_texts import FirstCall, Llama3, OneCall, PlainText, Pythonic
 
 # By vLLM's names.
-TOOL_PARSERS: dict[str, Callable[[Tools], Parser]] = {
+TOOL_PARSERS: dict[str, type[Sections | Llama3 | Pythonic | Harmony]] = {
     "deepseek_v3": DeepSeekV3,
     "deepseek_v31": DeepSeekV31,
     "glm45": Glm45,
@@ -110,6 +110,14 @@ class Format:
     def is_harmony(self) -> bool:
         """Whether the text consists of messages in channels."""
         return self.reasoning == "gpt_oss" or self.tools == "openai"
+
+    def tags(self, has_tools: bool) -> Sequence[str]:
+        """Return the tags that parsers read, some of which may be special tokens."""
+        if self.is_harmony:
+            return Harmony.TOKENS
+        tags = REASONING_PARSERS[self.reasoning] if self.reasoning else None
+        reasoning = (tags.begin, tags.end, *tags.answers) if tags else ()
+        return [*reasoning, *(TOOL_PARSERS[self.tools].TOKENS if has_tools else ())]
 
     def parser(self, tools: Tools, prompt_end: str = "", *, separate_reasoning: bool = True) -> Parser:
         """Return a parser of one text.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 from .items import Item, Reasoning, Span, ToolCall, Tools, first_tag, parsed, partial_tag
 
@@ -23,6 +24,8 @@ class Harmony:
         prompt_end: end of the prompt, which may have begun a message.
         separate: return `Reasoning`; otherwise reasoning is text, too.
     """
+
+    TOKENS: ClassVar = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
     def __init__(self, tools: Tools, prompt_end: str = "", *, separate: bool = True) -> None:
         self._tools, self._separate = tools, separate

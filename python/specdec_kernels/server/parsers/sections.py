@@ -36,8 +36,10 @@ class Sections(WithoutReasoning, ABC):
     Attributes:
         BEGINS: tags at which sections begin.
         MARKERS: tags around several sections, which are dropped.
+        TOKENS: all of its tags that may be special tokens.
     """
 
+    TOKENS: ClassVar[Sequence[str]]
     BEGINS: Sequence[str]
     MARKERS: ClassVar[Sequence[str]] = ()
 
@@ -142,6 +144,7 @@ class Hermes(JsonCalls):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen."""
 
     TAGS: ClassVar = {"<tool_call>": "</tool_call>"}
+    TOKENS: ClassVar = ("<tool_call>", "</tool_call>")
 
     def _call(self, begin: str, content: str) -> ToolCall | None:
         return call_of(parsed(content), self._tools)
@@ -152,6 +155,7 @@ class DeepSeekV3(JsonCalls):
 
     TAGS: ClassVar = {"<｜tool▁call▁begin｜>": "<｜tool▁call▁end｜>"}
     MARKERS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    TOKENS: ClassVar = (*MARKERS, *TAGS, *TAGS.values(), "<｜tool▁sep｜>")
 
     def _call(self, begin: str, content: str) -> ToolCall | None:
         _, _, rest = content.partition("<｜tool▁sep｜>")
@@ -165,6 +169,7 @@ class DeepSeekV31(JsonCalls):
 
     TAGS: ClassVar = DeepSeekV3.TAGS
     MARKERS = DeepSeekV3.MARKERS
+    TOKENS: ClassVar = DeepSeekV3.TOKENS
 
     def _call(self, begin: str, content: str) -> ToolCall | None:
         name, _, arguments = content.partition("<｜tool▁sep｜>")
@@ -176,6 +181,7 @@ class KimiK2(JsonCalls):
 
     TAGS: ClassVar = {"<|tool_call_begin|>": "<|tool_call_end|>"}
     MARKERS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    TOKENS: ClassVar = (*MARKERS, *TAGS, *TAGS.values(), "<|tool_call_argument_begin|>")
 
     def _call(self, begin: str, content: str) -> ToolCall | None:
         call_id, _, arguments = content.partition("<|tool_call_argument_begin|>")
@@ -209,6 +215,7 @@ class Qwen3Coder(XmlCalls):
     TAGS: ClassVar = {"<tool_call>": "</tool_call>", "<function=": "</function>"}
     MARKERS = ("</tool_call>",)
     PARAMETER = ("<parameter=", "</parameter>")
+    TOKENS: ClassVar = Hermes.TOKENS
 
     def _call(self, begin: str, content: str) -> ToolCall | None:
         if begin == "<tool_call>":
@@ -241,6 +248,7 @@ class Glm45(XmlCalls):
     TAGS: ClassVar = Hermes.TAGS
     PARAMETER = ("<arg_value>", "</arg_value>")
     _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+    TOKENS: ClassVar = (*Hermes.TOKENS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def _call(self, begin: str, content: str) -> ToolCall | None:
         name, key, _ = content.partition("<arg_key>")
@@ -258,6 +266,7 @@ class MiniMaxM2(XmlCalls):
     MARKERS = ("<minimax:tool_call>", "</minimax:tool_call>")
     PARAMETER = ('<parameter name="', "</parameter>")
     _PAIR = re.compile(r'\s*<parameter name="([^"]*)">(.*?)</parameter>', re.DOTALL)
+    TOKENS: ClassVar = MARKERS
 
     def _call(self, begin: str, content: str) -> ToolCall | None:
         name, closed, _ = content.partition('">')
@@ -300,6 +309,7 @@ class Mistral(Sections):
     """
 
     BEGINS = ("[TOOL_CALLS]",)
+    TOKENS: ClassVar = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     _HEAD = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
     _MAYBE_HEAD = re.compile(r"[\w.\-\[\]\s]*")
 

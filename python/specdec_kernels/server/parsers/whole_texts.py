@@ -27,6 +27,7 @@ class Llama3(WithoutReasoning):
     """`{"name": ..., "parameters": {...}}`, or several separated by semicolons, and no other text."""
 
     TAG = "<|python_tag|>"
+    TOKENS = (TAG,)  # its tags that may be special tokens
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -62,7 +63,7 @@ class Llama3(WithoutReasoning):
 class Pythonic(WithoutReasoning):
     """`[f(x=1), g(y="a")]`, calls of Python with literal values, and no other text: Llama 4."""
 
-    TAGS = ("<|python_start|>", "<|python_end|>")
+    TOKENS = TAGS = ("<|python_start|>", "<|python_end|>")
     _CALL = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(|$)|$)")  # the begin of a call, as far as it is there
 
     def __init__(self, tools: Tools) -> None:
