@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from specdec_kernels.server.protocol import RequestError
 from specdec_kernels.server.responses_api.items import as_messages, message_item, read_items
-from specdec_kernels.server.responses_api.store import ResponseStore, StoredResponse
+from specdec_kernels.server.responses_api.store import References, ResponseStore, StoredResponse, items_of
 from support.request_engines import make_engine
 from support.scripted import scripted
 from support.server_thread import NAME, Running, serving
@@ -264,6 +264,7 @@ def test_response_needs_the_key() -> None:
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "x"}]}, 'input[0].arguments is "x", expected an object as JSON', "input"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, 'input[0].id is "a", expected that of an item of a stored response', "input"),
         ({"input": "x " * 2000}, None, "input"),
+        ({"input": [{"role": "user", "content": ""}] * 10_001}, "input has 10001 items, expected at most 10000", "input"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0, expected at least 1", "max_output_tokens"),
         ({"background": True}, "background is true, expected none (this field is not supported)", "background"),
         ({"truncation": "auto"}, 'truncation is "auto", expected none (this field is not supported)', "truncation"),
@@ -323,11 +324,11 @@ def test_store_keeps_the_most_recently_used_responses() -> None:
     store = ResponseStore(3, 1 << 20)
     for name, previous in (("a", None), ("b", None), ("c", "a")):
         store.put(stored(name, previous=previous))
-    assert texts(store.conversation("c")) == ["a", "to a", "c", "to c"]
+    assert texts(items_of(store.conversation("c"))) == ["a", "to a", "c", "to c"]
     store.put(stored("d"))
     with pytest.raises(RequestError, match=r'^id is "b", expected that of a stored response$'):
         store.get("id", "b")
-    assert texts(store.conversation("c")) == ["a", "to a", "c", "to c"], "the conversation was used"
+    assert texts(items_of(store.conversation("c"))) == ["a", "to a", "c", "to c"], "the conversation was used"
     store.delete("a")
     with pytest.raises(RequestError, match=r'^previous_response_id is "a", expected that of a stored response$'):
         store.conversation("c")
@@ -338,7 +339,7 @@ def test_store_is_bounded_by_bytes() -> None:
     for index in range(20):
         store.put(stored(str(index), size=1000))
         assert store.num_bytes <= 10_000
-    assert 5 < len(store) < 10
+    assert 4 < len(store) < 10
     store.put(stored("large", size=20_000))
     assert len(store) == store.num_bytes == 0
     kept = ResponseStore(0, 10_000)
@@ -350,9 +351,9 @@ def test_item_is_found_as_long_as_its_response_is_stored() -> None:
     store = ResponseStore(10, 10_000)
     one = stored("a")
     store.put(one)
-    assert store.item(one.items[0]["id"]) == one.items[0] and store.item("b") is None
+    assert References(store).find(one.items[0]["id"]) == one.items[0] and References(store).find("b") is None
     store.delete("a")
-    assert store.item(one.items[0]["id"]) is None
+    assert References(store).find(one.items[0]["id"]) is None
 
 
 def test_text_after_a_call_is_a_message_of_its_own() -> None:

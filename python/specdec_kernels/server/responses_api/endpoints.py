@@ -16,7 +16,7 @@ from ..responses import ResponseBuilder
 from .bodies import ResponsesBody, renamed
 from .items import as_messages, read_items
 from .output import ResponseRun
-from .store import ResponseStore, StoredResponse
+from .store import References, ResponseStore, StoredResponse, items_of
 
 ID = "response_id"
 
@@ -56,13 +56,16 @@ class ResponsesApi:
         """Generate a response."""
         arrival = time.perf_counter()
         host = self._host
-        values = await host.body(request)
-        body = await asyncio.to_thread(validate, ResponsesBody, values, host.settings)
-        items = read_items(body.input, self.store.item)
-        before = self.store.conversation(body.previous_response_id) if body.previous_response_id else []
-        messages = as_messages([*before, *items])
+        body = await asyncio.to_thread(validate, ResponsesBody, await host.body(request), host.settings)
+        turns = self.store.conversation(body.previous_response_id) if body.previous_response_id else []
+
+        def read() -> tuple[list[Object], ParsedRequest]:
+            items = read_items(body.input, References(self.store).find)
+            messages = as_messages([*items_of(turns), *items])
+            return items, read_chat(body.as_chat(messages), host.settings, host.engine)
+
         try:
-            parsed = await asyncio.to_thread(read_chat, body.as_chat(messages), host.settings, host.engine)
+            items, parsed = await asyncio.to_thread(read)
             builder = await host.start(request, parsed, arrival, is_chat=True)
         except RequestError as error:
             raise renamed(error) from error

@@ -8,11 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 from .. import strict_json
-from ..protocol import Object, unexpected
+from ..protocol import Object, RequestError, unexpected
 
 ROLES = ("user", "assistant", "system", "developer")
 KINDS = "a message, function_call, function_call_output, reasoning or item_reference"
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+MAX_ITEMS = 10_000
 Lookup = Callable[[str], "Object | None"]
 
 
@@ -29,6 +30,8 @@ def read_items(given: str | Sequence[Any], stored_item: Lookup) -> list[Object]:
     """
     if isinstance(given, str):
         return [message_item("user", given)]
+    if len(given) > MAX_ITEMS:
+        raise RequestError(f"input has {len(given)} items, expected at most {MAX_ITEMS}", "input")
     return [read_item(item, f"input[{index}]", stored_item) for index, item in enumerate(given)]
 
 
