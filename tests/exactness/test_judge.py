@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from specdec_kernels.exactness.cases import BOTH, COMPLETIONS, FEATURES, KINDS, 
 from specdec_kernels.exactness.client import Failed, Refused
 from specdec_kernels.exactness.judge import Finding, Judge, Question, Suspect, attempt, mismatches_of
 from specdec_kernels.exactness.shrink import reproduce, shrunk
-from specdec_kernels.exactness.sides import probe
+from specdec_kernels.exactness.sides import logit_step, probe
 
 LIMITS = Limits(256, 16, dict.fromkeys(KINDS, 2.0), 1500)
 LIMIT = 1e-3
@@ -157,6 +158,16 @@ def test_smallest_request_keeps_only_what_matters() -> None:
     question = Question(COMPLETIONS, body, stream=True, leaves_after=2, depth=4)
     found = shrunk(question, lambda one: "w" in one.body["prompt"] and one.body["max_tokens"] >= 3)
     assert found == Question(COMPLETIONS, {"prompt": "w", "max_tokens": 3, "temperature": 0, "seed": 1})
+
+
+@pytest.mark.parametrize("step", [2.0**-5, 2.0**-8, None])
+def test_step_of_logits_shows_in_distances_of_log_probabilities(step: float | None) -> None:
+    rng = random.Random(1)
+    logits = [[rng.uniform(0, 8) for _ in range(5)] for _ in range(40)]
+    if step is not None:
+        logits = [[round(one / step) * step for one in row] for row in logits]
+    tokens = [Token("a", -1.0, {str(i): one - 9.3172 for i, one in enumerate(row)}) for row in logits]
+    assert logit_step([answer(tokens=tokens)]) == step
 
 
 # --- answers

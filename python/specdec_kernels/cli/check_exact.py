@@ -89,7 +89,7 @@ def add_parser(subparsers: Subparsers) -> None:
         type=at_least(0.0),
         metavar="X",
         help="largest margin between logits that counts as a near tie, and tolerance of log-probabilities (default: "
-        "four times what the reference's own runs differ by, 0.001 to 0.5)",
+        "measured on the reference, 0.001 to 0.5)",
     )
     parser.add_argument(
         "--shrink",

@@ -13,10 +13,11 @@ from .cases import BOTH, FEATURES, Case, Limits, make_case
 from .client import Failed, Refused, Unreachable
 from .judge import DIFFERENCE, STREAM, Finding, Judge, Question, Suspect, attempt, mismatches_of
 from .shrink import reproduce
-from .sides import Probe, Side, measured_limits, noise_bodies, noise_of, probe
+from .sides import Probe, Side, logit_step, measured_limits, noise_bodies, noise_of, probe
 
 LEAST_LIMIT, MOST_LIMIT = 1e-3, 0.5  # of logits that rounding may exchange
 NOISE_FACTOR = 4.0
+STEP_FACTOR = 16.0
 MOST_ERRORS = 20  # answers that failed on one side, after which a run ends
 DEFAULT_CONTEXT = 2048
 
@@ -152,12 +153,14 @@ class Run:
         found.limits = measured_limits(self.theirs, guess, path)
         limit = options.limit
         if limit is None:
-            found.noise = self._noise(found) if "logprobs" in found.usable else None
-            limit = min(max(NOISE_FACTOR * (found.noise or 0.0), LEAST_LIMIT), MOST_LIMIT)
+            if "logprobs" in found.usable:
+                self._measure_rounding(found)
+            measured = max(NOISE_FACTOR * (found.noise or 0.0), STEP_FACTOR * (found.step or 0.0))
+            limit = min(max(measured, LEAST_LIMIT), MOST_LIMIT)
         return Result(found, limit)
 
-    def _noise(self, found: Probe) -> float | None:
-        """Return the distance between log-probabilities of the reference alone and under load."""
+    def _measure_rounding(self, found: Probe) -> None:
+        """Measure the distance between log-probabilities of the reference alone and under load, and their step."""
         self._notify("measuring the reference's rounding")
         bodies = noise_bodies(found.limits, self.options.seed, found.usable)
 
@@ -171,7 +174,8 @@ class Run:
         with ThreadPoolExecutor(len(bodies)) as clients:
             loaded = list(clients.map(ask, bodies))
         pairs = [(a, b) for a, b in zip(alone, loaded, strict=True) if a is not None and b is not None]
-        return noise_of([a for a, _ in pairs], [b for _, b in pairs])
+        found.noise = noise_of([a for a, _ in pairs], [b for _, b in pairs])
+        found.step = logit_step([a for a, _ in pairs])
 
     # --- requests
 

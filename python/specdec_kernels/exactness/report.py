@@ -25,7 +25,7 @@ def as_json(result: Result, ours: Side, theirs: Side, options: Options, command:
         "reference": facts_of(theirs),
         "options": plain(asdict(options)),
         "limits": plain(asdict(result.probe.limits)),
-        "rounding": {"limit": result.limit, "measured_noise": result.probe.noise},
+        "rounding": {"limit": result.limit, "measured_noise": result.probe.noise, "logit_step": result.probe.step},
         "pairs": result.pairs,
         "texts": result.texts,
         "tokens": result.tokens,

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 from .answers import Answer, Token, distance
@@ -17,6 +18,8 @@ from .material import KINDS, text_of
 Object = dict[str, Any]
 DIALECTS = ("specdec", "vllm", "sglang", "openai")
 OWNERS = {"specdec_kernels": "specdec", "vllm": "vllm", "sglang": "sglang"}
+LARGEST_STEP, LEAST_STEP = 2.0**-3, 2.0**-10  # of bfloat16 and float16 logits
+STEP_ERROR = 1e-5  # of a distance between log-probabilities in float32
 SPELLINGS: dict[str, dict[str, Any]] = {
     "specdec": {"regex": lambda value: {"regex": value}, "grammar": lambda value: {"ebnf": value}},
     "sglang": {"regex": lambda value: {"regex": value}, "grammar": lambda value: {"ebnf": value}},
@@ -91,6 +94,7 @@ class Probe:
         usable: features and endpoints that both accept.
         skipped: features that both refuse, and why.
         one_sided: features that only one of them refuses: (feature, which one, why).
+        step: of 16-bit logits, if the reference's have one.
         noise: largest distance between log-probabilities of the reference alone and under load, if it gives any.
     """
 
@@ -98,6 +102,7 @@ class Probe:
     usable: set[str]
     skipped: dict[str, str] = field(default_factory=dict)
     one_sided: list[tuple[str, str, str]] = field(default_factory=list)
+    step: float | None = None
     noise: float | None = None
 
 
@@ -199,6 +204,25 @@ def noise_of(alone: Sequence[Answer], loaded: Sequence[Answer]) -> float | None:
         for one, other in common(choices[0].tokens, choices[1].tokens)
     ]
     return max(distances, default=None)
+
+
+def logit_step(answers: Sequence[Answer]) -> float | None:
+    """Return the step of 16-bit logits, by the distances of log-probabilities at a token; None for finer ones."""
+    distances = [
+        abs(one - other)
+        for answer in answers
+        for choice in answer.choices
+        for token in choice.tokens
+        for one, other in combinations(token.top.values(), 2)
+    ]
+    distances = [apart for apart in distances if apart > LEAST_STEP / 2]
+    step = LARGEST_STEP
+    while distances and step >= LEAST_STEP:
+        multiples = sum(abs(apart - round(apart / step) * step) < STEP_ERROR for apart in distances)
+        if multiples >= 0.8 * len(distances):
+            return step
+        step /= 2
+    return None
 
 
 def common(ours: Sequence[Token], theirs: Sequence[Token]) -> list[tuple[Token, Token]]:
