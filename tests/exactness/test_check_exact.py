@@ -54,6 +54,17 @@ def test_answers_of_5000_requests_are_equal(server: Running) -> None:
     expect_exact(check(side_of(server), side_of(server, **OFF), requests=count, max_tokens=24), side_of(server))
 
 
+def test_seeded_requests_are_skipped_where_logits_have_16_bits(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec_kernels.exactness.check.logit_step", lambda _: 0.03125)
+    result = check(side_of(server), side_of(server, **OFF), requests=6)
+    assert result.probe.skipped == {"seeded": "logits have steps of 0.03125, and rounding decides draws"}
+    assert result.pairs >= 6 and "seeded" not in result.counts
+    kept = check(side_of(server), side_of(server, **OFF), requests=6, limit=1e-3)
+    assert not kept.probe.skipped and "seeded" in kept.counts
+
+
 # --- defects of a server
 
 

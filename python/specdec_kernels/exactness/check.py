@@ -155,6 +155,10 @@ class Run:
         if limit is None:
             if "logprobs" in found.usable:
                 self._measure_rounding(found)
+                # A seed's draw is a place in the cumulative distribution, which any rounded logit moves.
+                if found.step is not None and "seeded" in found.usable:
+                    found.usable.discard("seeded")
+                    found.skipped["seeded"] = f"logits have steps of {found.step:g}, and rounding decides draws"
             measured = max(NOISE_FACTOR * (found.noise or 0.0), STEP_FACTOR * (found.step or 0.0))
             limit = min(max(measured, LEAST_LIMIT), MOST_LIMIT)
         return Result(found, limit)

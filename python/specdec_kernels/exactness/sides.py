@@ -92,7 +92,7 @@ class Probe:
 
     Attributes:
         usable: features and endpoints that both accept.
-        skipped: features that both refuse, and why.
+        skipped: features that both refuse, and seeded sampling where 16-bit logits decide draws, and why.
         one_sided: features that only one of them refuses: (feature, which one, why).
         step: of 16-bit logits, if the reference's have one.
         noise: largest distance between log-probabilities of the reference alone and under load, if it gives any.
