@@ -19,10 +19,12 @@ thread_local int inside = 0;
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { busy = inside; });
 
 // Count a thread that acquires the GIL, or block it during shutdown. The count comes before the check, so a thread is
-// either counted before shutdown reads `busy`, or sees that shutdown has started.
+// either counted before shutdown reads `busy`, or sees that shutdown has started. A thread that holds the GIL already,
+// as one whose list of submissions is freed, goes on: blocked, it would keep the GIL.
 void enter() {
   ++busy;
-  if (!shutting_down || inside > 0 || shutdown_thread.load() == std::this_thread::get_id()) return;
+  if (!shutting_down || inside > 0 || PyGILState_Check() != 0) return;
+  if (shutdown_thread.load() == std::this_thread::get_id()) return;
   --busy;
   while (true) pause();
 }

@@ -53,12 +53,12 @@ class Machine(NamedTuple):
             return cls(device, host_bytes())
         if not torch.cuda.is_available():
             raise ValueError(f"Engine: device is {device}, expected cpu (torch finds no GPU)")
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"Engine: device is {device}, expected one of {torch.cuda.device_count()} GPUs")
         if _C.cuda_version is None:
             raise ValueError(
                 f"Engine: device is {device}, expected cpu (this build of specdec_kernels has no CUDA half)"
             )
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"Engine: device is {device}, expected one of {torch.cuda.device_count()} GPUs")
         with torch.cuda.device(device):
             return cls(device, torch.cuda.mem_get_info(device)[1], Gpu(**_C.current_gpu()))
 
