@@ -123,6 +123,7 @@ setup_development() {
     echo "installing torch, transformers and the test tools"
     packages torch numpy "transformers>=5.17" tokenizers "safetensors>=0.5" "rich>=13" "matplotlib>=3.8" \
       "fastapi>=0.115" "uvicorn>=0.34" "httptools>=0.6" "uvloop>=0.21" "prometheus-client>=0.21" "openai>=2" \
+      "opentelemetry-exporter-otlp-proto-http>=1.44" \
       "pytest>=8" "pytest-xdist>=3" "hypothesis>=6" "jsonschema>=4" pydantic ruff mypy clang-format import-linter
     # Its other dependencies are there but triton, which it asks for and does not import on a CPU.
     packages --no-deps --only-binary=:all: llguidance xgrammar ||

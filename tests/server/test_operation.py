@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
+import http.server
 import json
 import logging
 import re
@@ -12,6 +14,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -117,6 +120,7 @@ def test_body_that_does_not_come_is_refused(server: Running) -> None:
     [
         (["--drain-seconds", "-1"], "--drain-seconds is -1, expected at least 0"),
         (["--ssl-keyfile", "a"], "--ssl-keyfile is a, expected --ssl-certfile with it"),
+        (["--otlp-traces-endpoint", "a"], "--otlp-traces-endpoint is a, expected a URL such as http://localhost:4318/v1/traces"),
         (["--ssl-certfile", "/no/cert"], "--ssl-certfile is /no/cert, expected a certificate in PEM and its key "
          "([Errno 2] No such file or directory)"),
     ],
@@ -157,3 +161,34 @@ def test_command_serves_tls_logs_json_and_closes_idle_connections(tmp_path: Path
         process.communicate()
     lines = [json.loads(one) for one in err.splitlines()]
     assert [(one["status"], one["model"]) for one in lines if one.get("id") == "mine"] == [(200, "a")]
+
+
+def test_command_sends_a_trace_of_each_request() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    got: list[tuple[str, bytes]] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            got.append((self.path, gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        process, line = start("--otlp-traces-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces")
+        try:
+            with closing(http.client.HTTPConnection("127.0.0.1", int(line.strip().rsplit(":", 1)[1]))) as connection:
+                connection.request("POST", PATH, json.dumps(BODY))
+                assert connection.getresponse().status == 200
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=30)
+        finally:
+            process.kill()
+            process.communicate()
+            collector.shutdown()
+    spans = b"".join(body for path, body in got if path == "/v1/traces")
+    assert f"POST {PATH}".encode() in spans and b"specdec" in spans

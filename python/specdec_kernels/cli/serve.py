@@ -11,6 +11,7 @@ import socket
 import ssl
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -121,6 +122,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate of TLS, in PEM; with --ssl-keyfile")
     parser.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate, in PEM")
     parser.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="where to send a trace of each request, by OpenTelemetry's protocol over HTTP (default: nowhere)",
+    )
+    parser.add_argument(
         "--drain-seconds",
         type=int,
         metavar="S",
@@ -158,16 +164,33 @@ def serve(args: argparse.Namespace) -> int:
         chosen, template = engine_flags.resolve(args)
         logging.config.dictConfig(logging_config(args.log_level, args.log_format))
         with engine_flags.open_engine(args, chosen) as engine:
+            flush = export_traces(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
             app = make_app(AsyncEngine(engine), settings_of(args, chosen.model, template))
             host, port = listener.getsockname()[:2]
             scheme = "https" if args.ssl_certfile else "http"
             where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             with serving_process():
                 run_app(app, listener, args, f"{app.state.server.settings.model_name} ({chosen.algorithm}) at {where}")
+    if flush is not None:
+        flush()
     # The interpreter would free torch's modules for seconds, and wait for a grammar that is still compiled.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def export_traces(url: str) -> Callable[[], None]:
+    """Send the spans that FastAPI makes of each request to a URL; return what sends the last ones."""
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=Resource.create({"service.name": "specdec"}))  # or OTEL_SERVICE_NAME's
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+    trace.set_tracer_provider(provider)
+    return provider.shutdown
 
 
 def check(args: argparse.Namespace) -> None:
@@ -187,6 +210,16 @@ def check(args: argparse.Namespace) -> None:
     ):
         if (value := getattr(args, name)) is not None and value < low:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least {low}")
+    if (url := args.otlp_traces_endpoint) is not None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--otlp-traces-endpoint is {url}, expected a URL such as http://localhost:4318/v1/traces")
+        try:
+            import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
+        except ImportError as error:
+            raise ValueError(
+                f"--otlp-traces-endpoint is {url}, expected none without opentelemetry "
+                '(pip install "specdec-kernels[otel]")'
+            ) from error
     if args.ssl_keyfile and not args.ssl_certfile:
         raise ValueError(f"--ssl-keyfile is {args.ssl_keyfile}, expected --ssl-certfile with it")
     if args.ssl_certfile:
