@@ -40,18 +40,11 @@ def check_against_itself(lm: LanguageModel, dtype: torch.dtype, name: str) -> No
         ValueError: they differ, with how far; the module does not run on tokens alone.
     """
     parents = PARENTS[: max(1, lm.max_len // 2)]
-    prefix = max(0, min(PREFIX, lm.max_len - len(parents)))
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(lm.config.vocab_size, (prefix + len(parents),), generator=generator)
-    tokens = tokens.to(lm.embedding.weight.device)
+    tokens, prefix = random_tokens(lm, len(parents))
     try:
         theirs, cached = own_logits(shared_copy(lm.model), tokens, prefix, parents)
     except Exception as error:
-        message = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{name}: {type(lm.model).__name__} does not run on tokens alone ({type(error).__name__}: {message}), "
-            "expected a model that generates text from text"
-        ) from error
+        raise ValueError(why_not_run(lm, name, error)) from error
     if (far := difference(theirs[-1:], cached, dtype)) > LARGEST[dtype]:
         raise ValueError(
             f"{name}: {type(lm.model).__name__} gives other logits with its own cache than without, {far:.2g} of their "
@@ -78,21 +71,15 @@ def check_against_module(lm: LanguageModel, dtype: torch.dtype, name: str) -> No
         ModuleMismatchError: they differ, with how far; the module does not run.
     """
     module: Any = lm.model
-    depth = min(4, max(1, lm.max_len // 2))
-    prefix, parents = max(0, min(PREFIX, lm.max_len - depth)), list(range(-1, depth - 1))
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(lm.config.vocab_size, (prefix + depth,), generator=generator).to(lm.embedding.weight.device)
+    parents = list(range(-1, min(4, max(1, lm.max_len // 2)) - 1))
+    tokens, prefix = random_tokens(lm, len(parents))
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
         with eager_attention(module):
             theirs = run(module, tokens[None], 0, use_cache=False).logits[0, prefix:]
     except Exception as error:
-        message = str(error).partition("\n")[0]
-        raise ModuleMismatchError(
-            f"{name}: {type(module).__name__} does not run on tokens alone ({type(error).__name__}: {message}), "
-            "expected a model that generates text from text"
-        ) from error
+        raise ModuleMismatchError(why_not_run(lm, name, error)) from error
     finally:
         for part, mode in modes.items():
             part.training = mode
@@ -106,6 +93,23 @@ def check_against_module(lm: LanguageModel, dtype: torch.dtype, name: str) -> No
             f"layers, {far:.2g} of their spread apart, expected at most {largest} "
             "(implementation='transformers' runs its modules)"
         )
+
+
+def random_tokens(lm: LanguageModel, num_nodes: int) -> tuple[Tensor, int]:
+    """Return the tokens of a prefix and of as many nodes, on the model's device, and the prefix's length."""
+    prefix = max(0, min(PREFIX, lm.max_len - num_nodes))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(lm.config.vocab_size, (prefix + num_nodes,), generator=generator)
+    return tokens.to(lm.embedding.weight.device), prefix
+
+
+def why_not_run(lm: LanguageModel, name: str, error: Exception) -> str:
+    """Return the message for a module whose forward pass fails."""
+    message = str(error).partition("\n")[0]
+    return (
+        f"{name}: {type(lm.model).__name__} does not run on tokens alone ({type(error).__name__}: {message}), "
+        "expected a model that generates text from text"
+    )
 
 
 @contextmanager
