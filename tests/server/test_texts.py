@@ -34,7 +34,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 
 def body_of(running: Running, seed: int, **fields: Any) -> dict[str, Any]:
-    """Return a request for random tokens, often bytes, some of which are no UTF-8."""
+    """Return a request for random tokens, often bytes; some bytes are no UTF-8."""
     ids = running.engine.tokenizer.convert_tokens_to_ids([BYTES[byte] for byte in (0x0A, 0x20, 0xFF, *"é日".encode())])
     bias = {str(token): 4 for token in ids if token is not None}
     return {"prompt": PROMPT, "max_tokens": 30, "temperature": 1.5, "seed": seed, "logit_bias": bias, **fields}

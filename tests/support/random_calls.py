@@ -222,7 +222,7 @@ def without_size(value: Any, size: int) -> Any:
 
 
 def each_with_an_empty_dimension(value: Any) -> Iterator[Any]:
-    """Yield copies of the value, in each of which one dimension of one tensor is cut to nothing."""
+    """Yield copies of the value; each has one dimension of one tensor cut to nothing."""
     if isinstance(value, torch.Tensor):
         for dim in range(value.ndim):
             yield value.narrow(dim, 0, 0)

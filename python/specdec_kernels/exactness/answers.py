@@ -225,7 +225,7 @@ def compare_choices(index: int, ours: Choice, theirs: Choice, tolerance: float, 
 
 
 def begins(whole: Any, part: Any) -> bool:
-    """Return whether a text, a list, or a list of calls of which the last may be incomplete begins with a part."""
+    """Return whether a text, a list or a list of calls begins with a part, whose last call may be incomplete."""
     if isinstance(part, list) and part and isinstance(part[-1], tuple):
         begun = len(part) <= len(whole) and list(whole[: len(part) - 1]) == part[:-1]
         return begun and all(other.startswith(one) for one, other in zip(part[-1], whole[len(part) - 1], strict=True))

@@ -108,7 +108,7 @@ def propose(draft: Any, slots: Tensor, budget: Any) -> Proposal:
 
 
 def without_foreign_tokens(candidates: Candidates, vocab_size: int) -> Candidates:
-    """Return candidates of which `build_tree` refuses those that are no tokens of the vocabulary."""
+    """Return the candidates; `build_tree` refuses those that are no tokens of the vocabulary."""
     tokens, parents, _ = candidates
     if not isinstance(tokens, Tensor) or not isinstance(parents, Tensor) or tokens.shape != parents.shape:
         return candidates  # build_tree names what is wrong

@@ -89,7 +89,7 @@ KEYWORDS = {
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 ASSERTIONS = {*IN_PLACE, "enum", "const", "type", *(name for names in KEYWORDS.values() for name in names)}
 MOST_DEPTH = 8  # of objects in objects that tell the schemas of oneOf apart
-LARGEST_BOTH = 10**15  # of bounds on one side of which all numbers are
+LARGEST_BOTH = 10**15  # the lower bound is at most this, and the upper one at least its negative
 SMALLEST_STEP = 1e-9  # from an excluded number to the nearest one
 MOST_COMPARED = 20_000  # pairs of schemas
 ESCAPED = re.compile(r"[\x00-\x1f\x7f]")  # characters that a JSON string may write in several ways
@@ -168,7 +168,7 @@ class Conversion:
         return self.together(schema, place, is_open=is_open)
 
     def together(self, schema: dict[str, Any], place: str, *, is_open: bool) -> dict[str, Any]:
-        """Convert a schema of several keywords, each of which the value meets."""
+        """Convert a schema of several keywords; the value meets each of them."""
         types = self.types(schema, place)
         if not types and not is_open and not any(keyword in schema for keyword in (*IN_PLACE, "enum", "const")):
             types = [kind for kind, names in KEYWORDS.items() if any(name in schema for name in names)]

@@ -112,7 +112,7 @@ class Format:
         return self.reasoning == "gpt_oss" or self.tools == "openai"
 
     def tags(self, has_tools: bool) -> Sequence[str]:
-        """Return the tags that parsers read, some of which may be special tokens."""
+        """Return the tags that parsers read; some may be special tokens."""
         if self.is_harmony:
             return Harmony.TOKENS
         tags = REASONING_PARSERS[self.reasoning] if self.reasoning else None
