@@ -18,12 +18,15 @@ thread_local int inside = 0;
 // A forked child does not have the other threads.
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { busy = inside; });
 
+// PyGILState_Check() is also true after Python has deleted its thread states. Py_IsInitialized() is false by then.
+bool holds_gil() { return PyGILState_Check() != 0 && Py_IsInitialized() != 0; }
+
 // Count a thread that acquires the GIL, or block it during shutdown. The count comes before the check, so a thread is
 // either counted before shutdown reads `busy`, or sees that shutdown has started. A thread that holds the GIL already,
 // as one whose list of submissions is freed, goes on: blocked, it would keep the GIL.
 void enter() {
   ++busy;
-  if (!shutting_down || inside > 0 || PyGILState_Check() != 0) return;
+  if (!shutting_down || inside > 0 || holds_gil()) return;
   if (shutdown_thread.load() == std::this_thread::get_id()) return;
   --busy;
   while (true) pause();

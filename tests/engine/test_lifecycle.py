@@ -16,6 +16,14 @@ import torch
 import specdec_kernels as sd
 from specdec_kernels import _C
 
+# exit() calls sleep(1), the exit code, after Python has ended: the other threads go on for a second.
+END_LATE = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.sleep, None)
+sys.exit(1)
+"""
+
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
@@ -43,6 +51,7 @@ def test_objects_without_init_are_refused(name: str) -> None:
             assert str(error.value) == message, member
 
 
+@pytest.mark.parametrize("end", ["", END_LATE], ids=["soon", "late"])
 @pytest.mark.parametrize(
     "call",
     [
@@ -52,10 +61,10 @@ def test_objects_without_init_are_refused(name: str) -> None:
         "index.digest()",
     ],
 )
-def test_exit_while_a_daemon_thread_is_in_a_call(call: str) -> None:
+def test_exit_while_a_daemon_thread_is_in_a_call(call: str, end: str) -> None:
     """Some dozens of threads, which leave the GIL and come for it all the time, some of them when Python ends."""
     program = f"""
-import threading, time
+import sys, threading, time
 import numpy as np
 import specdec_kernels as sd
 
@@ -72,13 +81,15 @@ for _ in range(24):
     threading.Thread(target=work, daemon=True).start()
 time.sleep(0.2)
 print("ends")
+{end}
 """
-    for _ in range(2):
+    for _ in range(1 if end else 2):
         done = run(program)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+        assert (done.returncode, done.stdout, done.stderr) == (1 if end else 0, "ends\n", "")
 
 
-def test_exit_while_a_daemon_thread_runs_the_loop_of_a_scheduler() -> None:
+@pytest.mark.parametrize("end", ["", END_LATE], ids=["soon", "late"])
+def test_exit_while_a_daemon_thread_runs_the_loop_of_a_scheduler(end: str) -> None:
     """Its executor is Python, so that it comes for the GIL all the time."""
     program = f"""
 import sys, threading, time
@@ -97,10 +108,11 @@ for _ in range(8):
     threading.Thread(target=work, daemon=True).start()
 time.sleep(0.5)
 print("ends")
+{end}
 """
-    for _ in range(3):
+    for _ in range(1 if end else 3):
         done = run(program)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "ends\n", "")
+        assert (done.returncode, done.stdout, done.stderr) == (1 if end else 0, "ends\n", "")
 
 
 def test_insert_survives_concurrent_storage_swap() -> None:
