@@ -1,13 +1,93 @@
-"""The check that a plugin runs first: change an engine only in the versions that the plugin is tested with."""
+"""Decide what a plugin takes over in the installed version of an engine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from logging import Logger
 
-__all__ = ["version_to_change"]
+from .contracts import Part, Sources, broken_parts
+
+__all__ = ["Takeover", "parts_to_take_over", "version_to_change"]
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What a plugin takes over.
+
+    Attributes:
+        found: the installed version, with its local label; None: it is not known.
+        base: the tested version whose contracts and differences apply; None: nothing is taken over.
+        parts: names of the parts to take over.
+        left: the parts that stay the engine's, and why.
+        reason: why nothing is taken over.
+    """
+
+    found: str | None
+    base: str | None = None
+    parts: tuple[str, ...] = ()
+    left: dict[str, str] = field(default_factory=dict)
+    reason: str | None = None
+
+    @property
+    def is_tested(self) -> bool:
+        return self.base is not None and self.found is not None and self.found.partition("+")[0] == self.base
+
+
+def parts_to_take_over(
+    name: str,
+    tested: Sequence[str],
+    parts_of: Callable[[str], Sequence[Part]],
+    logger: Logger,
+    sources_of: Callable[[str], Sources | None] = Sources.of_installed,
+) -> Takeover:
+    """Return what to take over, and log what is not.
+
+    All parts are taken over in a tested version. In a version between the tested ones, or a newer one, the parts are
+    those whose contracts with the nearest earlier tested version hold in the installed sources. An older version, and
+    the environment variable SPECDEC_<NAME>=0, leave everything as it is.
+
+    Args:
+        name: the engine's; in lower case, that of its package.
+        tested: tested versions, oldest first.
+        parts_of: returns the parts for a tested version, each after those that it needs.
+        logger: gets one line.
+        sources_of: returns the sources of an installed package.
+    """
+    if os.environ.get(f"SPECDEC_{name.upper()}") == "0":
+        return Takeover(None, reason=f"SPECDEC_{name.upper()} is 0")
+    try:
+        found = version(name.lower())
+    except PackageNotFoundError:
+        reason = f"the version of {name} is not known"
+        logger.warning("specdec: %s; nothing is changed", reason)
+        return Takeover(None, reason=reason)
+    release = found.partition("+")[0]
+    if release in tested:
+        return Takeover(found, release, tuple(part.name for part in parts_of(release)))
+    earlier = [one for one in tested if numbers(one) <= numbers(release)]
+    if not earlier:
+        reason = f"{name} {found} is older than {tested[0]}, the first tested version"
+        logger.warning("specdec: %s; nothing is changed", reason)
+        return Takeover(found, reason=reason)
+    base, sources = earlier[-1], sources_of(name.lower())
+    parts = parts_of(base)
+    left = broken_parts(parts, sources) if sources else {part.name: "its sources cannot be read" for part in parts}
+    kept = tuple(part.name for part in parts if part.name not in left)
+    reasons = "".join(f"; without {part} ({reason})" for part, reason in left.items())
+    logger.warning(
+        "specdec: %s %s is not tested (%s to %s are); by its sources it gets %s%s",
+        *(name, found, tested[0], tested[-1], ", ".join(kept) or "nothing", reasons),
+    )
+    return Takeover(found, base if kept else None, kept, left, None if kept else "no contract holds")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a release: (0, 5, 23) for `0.5.23.post1`, and for `0.5.23rc1`."""
+    return tuple(int(one) for one in re.findall(r"\d+", re.split(r"[a-z]|\.post|\.dev", text, maxsplit=1)[0]))
 
 
 def version_to_change(name: str, known: Sequence[str], logger: Logger) -> str | None:

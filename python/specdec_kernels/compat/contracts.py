@@ -1,0 +1,239 @@
+"""What a plugin relies on in an engine's source: read without importing the engine, and compared with what is expected.
+
+A plugin consists of parts, which can be taken over one by one. Each part lists its contracts. The same code reads an
+installed engine when it starts, an unpacked wheel, and a wheel of a package index.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+__all__ = ["Contract", "Lines", "Names", "Parameters", "Part", "Sources", "broken_parts"]
+
+Found = list[str] | int | None
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Contract:
+    """An expectation of one place of an engine's source.
+
+    Attributes:
+        place: a dotted module, and after a colon a function, a class, or a method as `Class.method`.
+    """
+
+    place: str
+
+    @property
+    def key(self) -> str:
+        """Return a name for records of what was read."""
+        return f"{type(self).__name__} {self.place}"
+
+    def read(self, sources: Sources) -> Found:
+        """Return what the source has there, as JSON can hold it; None if the place does not exist."""
+        node = sources.node(self.place)
+        return None if node is None else self._read(node)
+
+    def broken(self, found: Found) -> str | None:
+        """Return how what was read differs from what is expected; None if it does not."""
+        return f"{self.place} does not exist" if found is None else self._broken(found)
+
+    def _read(self, node: ast.AST) -> Found:
+        raise NotImplementedError
+
+    def _broken(self, found: Found) -> str | None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Parameters(Contract):
+    """A function has these parameters, in this order.
+
+    Attributes:
+        names: the parameters, `self` included.
+        more: whether others may follow.
+    """
+
+    names: tuple[str, ...]
+    more: bool = False
+
+    def _read(self, node: ast.AST) -> Found:
+        if not isinstance(node, Function):
+            return None
+        given = node.args
+        return [argument.arg for argument in [*given.posonlyargs, *given.args, *given.kwonlyargs]]
+
+    def _broken(self, found: Found) -> str | None:
+        assert isinstance(found, list)
+        if tuple(found[: len(self.names)] if self.more else found) == self.names:
+            return None
+        wanted = ", ".join([*self.names, *(["..."] if self.more else [])])
+        return f"{self.place} has the parameters ({', '.join(found)}), expected ({wanted})"
+
+
+@dataclass(frozen=True)
+class Names(Contract):
+    """A module or a class has these members.
+
+    A module's are all names that it binds, also in conditions. A class's are its methods, its fields, and the
+    attributes of `self` that its methods assign.
+    """
+
+    names: tuple[str, ...]
+
+    def _read(self, node: ast.AST) -> Found:
+        known = members(node)
+        return [name for name in self.names if name in known]
+
+    def _broken(self, found: Found) -> str | None:
+        assert isinstance(found, list)
+        missing = [name for name in self.names if name not in found]
+        return f"{self.place} lacks {', '.join(missing)}" if missing else None
+
+
+@dataclass(frozen=True)
+class Lines(Contract):
+    """The source of a place contains a text, in the spelling of `ast.unparse`.
+
+    Attributes:
+        text: what it contains.
+        count: how often; None: at least once.
+    """
+
+    text: str
+    count: int | None = None
+
+    @property
+    def key(self) -> str:
+        return f"{super().key} `{self.text}`"
+
+    def _read(self, node: ast.AST) -> Found:
+        return ast.unparse(node).count(self.text)
+
+    def _broken(self, found: Found) -> str | None:
+        if found == self.count or (self.count is None and found):
+            return None
+        wanted = "" if self.count is None else f", expected {self.count}"
+        return f"{self.place} has {found} times `{self.text}`{wanted}" if found else f"{self.place} lacks `{self.text}`"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a plugin.
+
+    Attributes:
+        name: as log lines name it.
+        contracts: what it relies on.
+        needs: names of parts without which it changes nothing.
+    """
+
+    name: str
+    contracts: tuple[Contract, ...]
+    needs: tuple[str, ...] = ()
+
+
+@dataclass
+class Sources:
+    """The source of an engine's modules.
+
+    Attributes:
+        text_of: returns the text of a dotted module; None if there is none.
+    """
+
+    text_of: Callable[[str], str | None]
+    _modules: dict[str, ast.Module | None] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Sources:
+        """Read packages below a folder."""
+
+        def text_of(module: str) -> str | None:
+            path = folder.joinpath(*module.split("."))
+            path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            return path.read_text() if path.is_file() else None
+
+        return cls(text_of)
+
+    @classmethod
+    def of_installed(cls, package: str) -> Sources | None:
+        """Read an installed package, which is not imported; None if it has no source files."""
+        spec = PathFinder.find_spec(package) or importlib.util.find_spec(package)
+        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+            return None
+        return cls.of_folder(Path(spec.origin).parent.parent)
+
+    @classmethod
+    def of_texts(cls, texts: Mapping[str, str]) -> Sources:
+        """Read texts by dotted module."""
+        return cls(texts.get)
+
+    def node(self, place: str) -> ast.AST | None:
+        """Return the syntax tree of a module, function, class or method; None if it does not exist or parse."""
+        module, _, path = place.partition(":")
+        if module not in self._modules:
+            self._modules[module] = parsed(self.text_of(module))
+        node: ast.AST | None = self._modules[module]
+        for name in filter(None, path.split(".")):
+            node = next((one for one in definitions(node) if one.name == name), None) if node else None
+        return node
+
+
+def parsed(text: str | None) -> ast.Module | None:
+    try:
+        return None if text is None else ast.parse(text)
+    except SyntaxError:
+        return None
+
+
+def definitions(node: ast.AST) -> list[Function | ast.ClassDef]:
+    """Return the functions and classes of a module or class, also in conditions, not those of inner functions."""
+    found: list[Function | ast.ClassDef] = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef):
+            found.append(child)
+        elif isinstance(child, ast.If | ast.Try | ast.With | ast.ExceptHandler):
+            found += definitions(child)
+    return found
+
+
+def members(node: ast.AST) -> set[str]:
+    """Return the names that a module or class binds, and attributes of `self` that are assigned in it."""
+    names: set[str] = set()
+    for child in ast.walk(node):
+        if child is node:
+            continue
+        if isinstance(child, Function | ast.ClassDef):
+            names.add(child.name)
+        elif isinstance(child, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in child.names}
+        elif isinstance(child, ast.Assign | ast.AnnAssign):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            flat = [one for target in targets for one in (target.elts if isinstance(target, ast.Tuple) else [target])]
+            names |= {one.id for one in flat if isinstance(one, ast.Name)}
+            names |= {
+                one.attr
+                for one in flat
+                if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id == "self"
+            }
+    return names
+
+
+def broken_parts(parts: Sequence[Part], sources: Sources) -> dict[str, str]:
+    """Return the parts that cannot be taken over, each with its first broken contract."""
+    broken: dict[str, str] = {}
+    for part in parts:
+        lacking = next((name for name in part.needs if name in broken), None)
+        if lacking is not None:
+            broken[part.name] = f"it needs {lacking}"
+            continue
+        for contract in part.contracts:
+            reason = contract.broken(contract.read(sources))
+            if reason is not None:
+                broken[part.name] = reason
+                break
+    return broken
