@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,7 @@ def takeover(
     def version(package: str) -> str:
         assert package == "engine"
         if found is None:
-            raise version_gate.PackageNotFoundError(package)
+            raise PackageNotFoundError(package)
         return found
 
     def parts_of(base: str) -> list[Part]:
