@@ -1,4 +1,4 @@
-"""Fixtures of all tests, the seeds that make the default run deterministic, and the choice of exhaustive and real cases."""
+"""Fixtures of all tests, the seeds that make the default run deterministic, and the choice of cases that are left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect exhaustive and real cases that neither -m nor a node id asks for.
+    """Deselect exhaustive, real and contracts cases that neither -m nor a node id asks for.
 
     On a GPU, of the exhaustive ones only those of the CPU alone.
     """
@@ -43,7 +43,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item
         for item in items
         if not is_named(item)
-        and (item.get_closest_marker("real") or (item.get_closest_marker("exhaustive") and not may_run_on_gpu(item)))
+        and (
+            any(map(item.get_closest_marker, ("real", "contracts")))
+            or (item.get_closest_marker("exhaustive") and not may_run_on_gpu(item))
+        )
     ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-__all__ = ["Contract", "Lines", "Names", "Parameters", "Part", "Sources", "broken_parts"]
+__all__ = ["Contract", "Lines", "Names", "Parameters", "Part", "Sources", "broken_parts", "recorded"]
 
 Found = list[str] | int | None
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -223,7 +223,18 @@ def members(node: ast.AST) -> set[str]:
     return names
 
 
-def broken_parts(parts: Sequence[Part], sources: Sources) -> dict[str, str]:
+def recorded(parts: Sequence[Part], sources: Sources) -> dict[str, Found]:
+    """Return what the contracts of all parts read, by their keys. `broken_parts` also reads such a record."""
+    found: dict[str, Found] = {}
+    for contract in (contract for part in parts for contract in part.contracts):
+        read, before = contract.read(sources), found.get(contract.key)
+        if isinstance(contract, Names) and isinstance(read, list) and isinstance(before, list):
+            read = sorted({*before, *read})  # other names of the same place
+        found[contract.key] = read
+    return found
+
+
+def broken_parts(parts: Sequence[Part], sources: Sources | Mapping[str, Found]) -> dict[str, str]:
     """Return the parts that cannot be taken over, each with its first broken contract."""
     broken: dict[str, str] = {}
     for part in parts:
@@ -232,7 +243,8 @@ def broken_parts(parts: Sequence[Part], sources: Sources) -> dict[str, str]:
             broken[part.name] = f"it needs {lacking}"
             continue
         for contract in part.contracts:
-            reason = contract.broken(contract.read(sources))
+            found = contract.read(sources) if isinstance(sources, Sources) else sources.get(contract.key)
+            reason = contract.broken(found)
             if reason is not None:
                 broken[part.name] = reason
                 break

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from logging import Logger
 
-from .contracts import Part, Sources, broken_parts
+from .contracts import Found, Part, Sources, broken_parts
 
-__all__ = ["Takeover", "parts_to_take_over", "version_to_change"]
+__all__ = ["Takeover", "nearest_tested", "parts_to_take_over", "version_to_change"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def parts_to_take_over(
     tested: Sequence[str],
     parts_of: Callable[[str], Sequence[Part]],
     logger: Logger,
-    sources_of: Callable[[str], Sources | None] = Sources.of_installed,
+    sources_of: Callable[[str], Sources | Mapping[str, Found] | None] = Sources.of_installed,
 ) -> Takeover:
     """Return what to take over, and log what is not.
 
@@ -55,7 +55,7 @@ def parts_to_take_over(
         tested: tested versions, oldest first.
         parts_of: returns the parts for a tested version, each after those that it needs.
         logger: gets one line.
-        sources_of: returns the sources of an installed package.
+        sources_of: returns the sources of an installed package, or a record of what contracts read there.
     """
     if os.environ.get(f"SPECDEC_{name.upper()}") == "0":
         return Takeover(None, reason=f"SPECDEC_{name.upper()} is 0")
@@ -68,14 +68,14 @@ def parts_to_take_over(
     release = found.partition("+")[0]
     if release in tested:
         return Takeover(found, release, tuple(part.name for part in parts_of(release)))
-    earlier = [one for one in tested if numbers(one) <= numbers(release)]
-    if not earlier:
+    base = nearest_tested(release, tested)
+    if base is None:
         reason = f"{name} {found} is older than {tested[0]}, the first tested version"
         logger.warning("specdec: %s; nothing is changed", reason)
         return Takeover(found, reason=reason)
-    base, sources = earlier[-1], sources_of(name.lower())
-    parts = parts_of(base)
-    left = broken_parts(parts, sources) if sources else {part.name: "its sources cannot be read" for part in parts}
+    parts, sources = parts_of(base), sources_of(name.lower())
+    unread = {part.name: "its sources cannot be read" for part in parts}
+    left = unread if sources is None else broken_parts(parts, sources)
     kept = tuple(part.name for part in parts if part.name not in left)
     reasons = "".join(f"; without {part} ({reason})" for part, reason in left.items())
     logger.warning(
@@ -83,6 +83,11 @@ def parts_to_take_over(
         *(name, found, tested[0], tested[-1], ", ".join(kept) or "nothing", reasons),
     )
     return Takeover(found, base if kept else None, kept, left, None if kept else "no contract holds")
+
+
+def nearest_tested(release: str, tested: Sequence[str]) -> str | None:
+    """Return the newest tested version that is not newer than a release; None if there is none."""
+    return next((one for one in reversed(tested) if numbers(one) <= numbers(release)), None)
 
 
 def numbers(text: str) -> tuple[int, ...]:
