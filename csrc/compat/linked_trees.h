@@ -1,5 +1,5 @@
 // build_tree_kernel_efficient: SGLang's tree builder for chosen candidates, with 64-bit links between flat rows.
-// docs/integrations.md lists the differences from SGLang's.
+// docs/integrations/sglang.md lists the differences from SGLang's.
 #pragma once
 
 #include "core/dispatch.h"

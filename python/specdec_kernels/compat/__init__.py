@@ -1,1 +1,1 @@
-"""Plugins for SGLang and vLLM, and functions under those engines' own names (docs/integrations.md)."""
+"""Plugins for SGLang and vLLM, and functions under those engines' own names (docs/integrations/)."""
