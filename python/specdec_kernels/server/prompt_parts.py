@@ -23,7 +23,7 @@ def legacy_logprobs(
     logprobs: Sequence[TokenLogprob | None],
     offsets: Sequence[int],
     num_top: int,
-    token_text: Callable[[int], TokenText],
+    name: Callable[[int], str],
 ) -> Logprobs:
     """Return log-probabilities in the form of OpenAI's completions; null for the first token of a prompt."""
 
@@ -32,13 +32,13 @@ def legacy_logprobs(
         found: dict[str, float] = {}
         others = [(other, value) for other, value in one.top[:num_top] if other != token]
         for other, value in [(token, one.logprob), *others]:
-            key = token_text(other).key
+            key = name(other)
             found[f"token_id:{other}" if key in found else key] = finite(value)
         return found
 
     pairs = list(zip(tokens, logprobs, strict=True))
     return {
-        "tokens": [token_text(token).key for token in tokens],
+        "tokens": [name(token) for token in tokens],
         "token_logprobs": [None if one is None else finite(one.logprob) for one in logprobs],
         "top_logprobs": [None if one is None else top(token, one) for token, one in pairs],
         "text_offset": list(offsets),
@@ -88,6 +88,7 @@ class EchoedPrompt:
         num_top: int,
         detokenizer: Detokenizer,
         token_text: Callable[[int], TokenText],
+        name: Callable[[int], str],
     ) -> EchoedPrompt:
         """Return the part of a prompt.
 
@@ -98,6 +99,7 @@ class EchoedPrompt:
             num_top: alternatives to each.
             detokenizer: decodes the ids.
             token_text: returns the text and bytes of a token.
+            name: returns what log-probabilities call a token.
         """
         text = given if isinstance(given, str) else detokenizer.decode(given, skip_special_tokens=False)
         if logprobs is None:
@@ -109,7 +111,7 @@ class EchoedPrompt:
         for length in lengths:
             offsets.append(min(max(offset, 0), len(text)))
             offset += length
-        return cls(text, legacy_logprobs(tokens, logprobs, offsets, num_top, token_text))
+        return cls(text, legacy_logprobs(tokens, logprobs, offsets, num_top, name))
 
     def before(self, text: str, logprobs: Logprobs | None) -> dict[str, Any]:
         """Return the text and the log-probabilities of a choice with the prompt before them."""

@@ -200,7 +200,9 @@ class ResponseBuilder:
         indices = range(len(self.choices))
         for index in indices if self.parsed.shows_prompts else ():
             await asyncio.to_thread(self._read_prompt, index)  # a long one takes a while
-        whole = self._head | {"choices": [self._whole(index) for index in indices], "usage": self.usage}
+        whole: dict[str, Any] = self._head | {"choices": [self._whole(index) for index in indices], "usage": self.usage}
+        if self._is_chat:
+            whole |= self._prompt_ids(0)
         if self._is_chat and self._prompt_logprobs:
             whole["prompt_logprobs"] = self._prompt_logprobs[0]
         return whole
@@ -217,14 +219,20 @@ class ResponseBuilder:
                 begun.add(index)
                 await asyncio.to_thread(self._read_prompt, index)
                 part = {"index": index, **self._echoes[index].before("", None), "finish_reason": None}
+                part |= self._prompt_ids(index) | self._ids([])
                 yield event({"choices": [part], **usage}, known)
             for part in self._deltas(self.choices[index], new):
-                if self._is_chat and index not in begun:
+                prompt: dict[str, Any] = {}
+                if index not in begun:
                     begun.add(index)
-                    part["delta"] = {"role": "assistant", "content": "", **part["delta"]}
+                    prompt = self._prompt_ids(index)
+                    if self._is_chat:
+                        part["delta"] = {"role": "assistant", "content": "", **part["delta"]}
+                    else:
+                        part, prompt = part | prompt, {}
                 if self.parsed.options.continuous_usage_stats:
                     usage = {"usage": self.usage}
-                yield event({"choices": [{"index": index, **part}], **usage}, known)
+                yield event({"choices": [{"index": index, **part}], **prompt, **usage}, known)
         if self.parsed.options.include_usage:
             yield event({"choices": [], "usage": self.usage}, known)
         yield DONE
@@ -260,7 +268,9 @@ class ResponseBuilder:
         if parsed.echo:
             given = parsed.echo[index // parsed.params.n]
             scored = scored if parsed.num_top >= 0 else None
-            echo = EchoedPrompt.of(given, tokens, scored, parsed.num_top, self._detokenizer, self._token_text)
+            echo = EchoedPrompt.of(
+                given, tokens, scored, parsed.num_top, self._detokenizer, self._token_text, self._name
+            )
             self._echoes[index], choice.num_echoed = echo, len(echo.text)
 
     def _message(self, items: Sequence[Item]) -> Message:
@@ -276,7 +286,7 @@ class ResponseBuilder:
         pieces = choice.on_tokens(new)
         found = choice.parse("".join(piece.text for piece in pieces), last)
         logprobs = self._logprobs(choice, new.tokens, new.logprobs)
-        if not found and not last and logprobs is None:
+        if not found and not last and logprobs is None and not (self.parsed.shows_ids and new.tokens):
             return []
         parts: list[dict[str, Any]] = []
         if self._is_chat:
@@ -288,6 +298,7 @@ class ResponseBuilder:
             parts.append({"delta": delta, "logprobs": logprobs, "finish_reason": None})
         else:
             parts.append({"text": "".join(map(str, found)), "logprobs": logprobs, "finish_reason": None})
+        parts[0] |= self._ids(new.tokens)
         if self.parsed.options.include_rounds:
             parts[0]["rounds"] = new.rounds
             parts[0]["pieces"] = [piece._asdict() for piece in pieces]
@@ -313,7 +324,17 @@ class ResponseBuilder:
                 whole |= self._echoes[index].before(message.text, logprobs)
             if index in self._prompt_logprobs:
                 whole["prompt_logprobs"] = self._prompt_logprobs[index]
+            whole |= self._prompt_ids(index)
+        whole |= self._ids(output.tokens if self.parsed.generates else [])
         return whole | {"finish_reason": choice.finish_reason, "meta_info": choice.meta_info}
+
+    def _prompt_ids(self, index: int) -> dict[str, list[int]]:
+        """Return the token ids of a choice's prompt, if the response has them."""
+        return {"prompt_token_ids": self.requests[index].output.prompt_tokens} if self.parsed.shows_ids else {}
+
+    def _ids(self, tokens: Sequence[int]) -> dict[str, list[int]]:
+        """Return token ids of a choice, if the response has them."""
+        return {"token_ids": list(tokens)} if self.parsed.shows_ids else {}
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -343,7 +364,7 @@ class ResponseBuilder:
         if self._is_chat:
             return {"content": self.chat_logprobs(tokens, logprobs)}
         offsets = choice.offsets(tokens)
-        return legacy_logprobs(tokens, logprobs, offsets, self.parsed.num_top, self._token_text)
+        return legacy_logprobs(tokens, logprobs, offsets, self.parsed.num_top, self._name)
 
     def chat_logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> list[dict[str, Any]]:
         """Return the entry of each token in the form of a chat."""
@@ -356,7 +377,12 @@ class ResponseBuilder:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token_text(token)
-        return {"token": text.text, "logprob": finite(logprob), "bytes": text.bytes}
+        name = f"token_id:{token}" if self.parsed.ids_as_tokens else text.text
+        return {"token": name, "logprob": finite(logprob), "bytes": text.bytes}
+
+    def _name(self, token: int) -> str:
+        """Return what log-probabilities of completions call a token."""
+        return f"token_id:{token}" if self.parsed.ids_as_tokens else self._token_text(token).key
 
 
 as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

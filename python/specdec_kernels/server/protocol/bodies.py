@@ -256,6 +256,8 @@ class Generation(Sampling):
     stream: StrictBool = False
     stream_options: StreamOptions = StreamOptions()
     prompt_logprobs: NumTop | None = None
+    return_token_ids: StrictBool = False
+    return_tokens_as_token_ids: StrictBool = False
     # Constraints on the text, at most one of them: OpenAI's, then SGLang's, then vLLM's.
     response_format: ResponseFormat | None = None
     regex: StrictStr | None = None

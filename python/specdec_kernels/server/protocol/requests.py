@@ -49,6 +49,8 @@ class ParsedRequest:
         echo: the prompts as they were given, if the response shows them.
         num_prompt_top: alternatives to each token of the prompt, in vLLM's form; -1: none is asked for.
         generates: whether the response shows what follows the prompt.
+        shows_ids: the response has the token ids of prompts and choices.
+        ids_as_tokens: log-probabilities name tokens by their ids.
         id: the end of the response's id; None: a new one.
     """
 
@@ -67,6 +69,8 @@ class ParsedRequest:
     echo: Sequence[str | list[int]] = ()
     num_prompt_top: int = -1
     generates: bool = True
+    shows_ids: bool = False
+    ids_as_tokens: bool = False
     id: str | None = None
 
     @property
@@ -113,6 +117,8 @@ def read_chat(values: Object, settings: Settings, engine: Engine) -> ParsedReque
         body.separate_reasoning,
         body.include_reasoning,
         num_prompt_top=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
+        shows_ids=body.return_token_ids,
+        ids_as_tokens=body.return_tokens_as_token_ids,
         id=body.request_id or body.rid,
     )
 
@@ -134,6 +140,8 @@ def read_completion(values: Object, settings: Settings, engine: Engine) -> Parse
         echo=prompts.prompts if body.echo else (),
         num_prompt_top=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
         generates=body.max_tokens != 0,
+        shows_ids=body.return_token_ids,
+        ids_as_tokens=body.return_tokens_as_token_ids,
         id=body.request_id or body.rid,
     )
 
