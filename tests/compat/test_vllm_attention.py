@@ -191,6 +191,10 @@ def test_attention_of_mixed_batches(device: torch.device, page_size: int, layout
     check(Runner(device, page_size=page_size, layout=layout), MIXED)
 
 
+def test_attention_over_large_padded_blocks_of_hybrid_models(device: torch.device) -> None:
+    check(Runner(device, page_size=528, layout="padded"), MIXED)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1), (12, 4)])
 def test_attention_with_grouped_heads(device: torch.device, heads: int, kv_heads: int) -> None:
     check(Runner(device, heads=heads, kv_heads=kv_heads), MIXED)

@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from logging import Logger
+from logging import CRITICAL, Logger
 
 from .contracts import Found, Part, Sources, broken_parts
 
-__all__ = ["Takeover", "nearest_tested", "parts_to_take_over", "version_to_change"]
+__all__ = ["QUIET", "Takeover", "nearest_tested", "parts_to_take_over", "version_to_change"]
+
+QUIET = Logger("specdec_kernels.quiet", CRITICAL + 1)  # for those who read the reasons from the result
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,11 @@ class SpecdecBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Return True: rows are read on the device only, so adaptive verification may shorten chains there."""
+        return True
+
+    @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return bool(capability.major >= 8)
 

@@ -15,6 +15,9 @@ import numpy as np
 
 from ...ngram import NgramDraft, NgramIndex
 from ...ops import Tree
+from ..version_gate import QUIET
+from .contracts import NGRAM_PROPOSER
+from .plugin import takeover
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,8 +57,9 @@ class NgramProposer:
         max_tokens: capacity of the index.
 
     Raises:
-        ValueError: num_speculative_tokens is above 255, or scheduling is asynchronous (drafts are then requested before
-            the tokens that they follow are known).
+        ValueError: num_speculative_tokens is above 255, scheduling is asynchronous (drafts are then requested before
+            the tokens that they follow are known), or the installed vLLM is an untested one that calls proposers
+            otherwise.
     """
 
     def __init__(self, vllm_config: Any, *, max_tokens: int = 1 << 20) -> None:
@@ -67,6 +71,9 @@ class NgramProposer:
             raise ValueError(
                 f"NgramProposer: num_speculative_tokens is {self.num_speculative_tokens}, expected 1 to 255"
             )
+        reason = takeover(QUIET).left.get(NGRAM_PROPOSER)
+        if reason:
+            raise ValueError(f"NgramProposer: this version of vLLM is not tested, and {reason}")
         if getattr(scheduling, "async_scheduling", None):
             raise ValueError("NgramProposer: async_scheduling is True, expected False (vllm: --no-async-scheduling)")
         rows: int = scheduling.max_num_seqs
