@@ -14,6 +14,8 @@ from support import native_build
 
 ROOT = native_build.ROOT
 QUICK = "None"  # a build type of no options: neither optimized nor with debug information
+# Each library compiled as one file: most of the time goes into headers. (The development build compiles each file alone.)
+AS_ONE = "set(CMAKE_UNITY_BUILD ON)\nset(CMAKE_UNITY_BUILD_BATCH_SIZE 0)\nset(CMAKE_INTERPROCEDURAL_OPTIMIZATION OFF)\n"
 
 
 @pytest.fixture
@@ -37,6 +39,14 @@ def environment(tmp_path: Path) -> Path:
     return tmp_path / "environment" / "bin" / "python"
 
 
+@pytest.fixture
+def toolchain(tmp_path: Path) -> str:
+    """Return the path of a file of settings that CMake reads before the project, where CMAKE_TOOLCHAIN_FILE names it."""
+    path = tmp_path / "toolchain.cmake"
+    path.write_text(AS_ONE)
+    return str(path)
+
+
 def files(folder: Path) -> set[Path]:
     return {path.relative_to(folder) for path in folder.rglob("*")}
 
@@ -55,16 +65,17 @@ def pip(python: Path, *arguments: str | Path, **variables: str) -> None:
     )
 
 
-def test_pip_installs_from_it_and_writes_nothing_there(source: Path, environment: Path) -> None:
+def test_pip_installs_from_it_and_writes_nothing_there(source: Path, environment: Path, toolchain: str) -> None:
     before = files(source)
-    pip(environment, "install", "--no-deps", f"-Ccmake.build-type={QUICK}", source, SPECDEC_CUDA="OFF")
+    variables = {"SPECDEC_CUDA": "OFF", "CMAKE_TOOLCHAIN_FILE": toolchain}
+    pip(environment, "install", "--no-deps", f"-Ccmake.build-type={QUICK}", source, **variables)
     assert files(source) == before
     program = "import specdec_kernels as sd; print(sd.__version__, sd.cuda_version)"
     said = native_build.run([environment, "-c", program], PYTHONPATH="")
     assert said == f"{(ROOT / 'VERSION').read_text().strip()} None\n"
 
 
-def test_wheel_builds_in_fresh_checkout(source: Path) -> None:
+def test_wheel_builds_in_fresh_checkout(source: Path, toolchain: str) -> None:
     done = subprocess.run(
         ["./build.sh", "wheel", "cpu"],
         cwd=source,
@@ -74,6 +85,7 @@ def test_wheel_builds_in_fresh_checkout(source: Path) -> None:
             "PYTHONS": sys.executable,
             "PYTHONPATH": "",
             "CMAKE_BUILD_TYPE": QUICK,
+            "CMAKE_TOOLCHAIN_FILE": toolchain,
         },
         capture_output=True,
         text=True,
