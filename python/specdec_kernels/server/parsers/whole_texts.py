@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+from abc import abstractmethod
 from typing import Any
 
 from .items import (
@@ -23,11 +24,8 @@ from .items import (
 )
 
 
-class Llama3(WithoutReasoning):
-    """`{"name": ..., "parameters": {...}}`, or several separated by semicolons, and no other text."""
-
-    TAG = "<|python_tag|>"
-    TOKENS = (TAG,)  # its tags that may be special tokens
+class WholeText(WithoutReasoning):
+    """A text that is withheld as long as it may be calls, and passed on from where its beginning is that of none."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -36,17 +34,30 @@ class Llama3(WithoutReasoning):
 
     def push(self, text: str) -> list[Item]:
         self._text += text
-        begin = self._text.lstrip()
-        if not self._is_text and (not begin or begin[0] == "{" or self.TAG.startswith(begin[: len(self.TAG)])):
+        if not self._is_text and self._may_be_calls(self._text.lstrip()):
             return []
         self._is_text = True
         text, self._text = self._text, ""
         return [text] if text else []
 
+    @abstractmethod
+    def _may_be_calls(self, begin: str) -> bool:
+        """Return whether a text that begins so, without white space in front, may be calls."""
+
+
+class Llama3(WholeText):
+    """`{"name": ..., "parameters": {...}}`, or several separated by semicolons, and no other text."""
+
+    TAG = "<|python_tag|>"
+    TOKENS = (TAG,)  # its tags that may be special tokens
+
+    def _may_be_calls(self, begin: str) -> bool:
+        return not begin or begin[0] == "{" or self.TAG.startswith(begin[: len(self.TAG)])
+
     def finish(self) -> list[Item]:
         calls: list[Item] = []
         rest = self._text.strip().removeprefix(self.TAG).strip()
-        while rest and not self._is_text:
+        while rest:
             try:
                 value, end = json.JSONDecoder().raw_decode(rest)
             except (ValueError, RecursionError):
@@ -60,32 +71,20 @@ class Llama3(WithoutReasoning):
         return calls
 
 
-class Pythonic(WithoutReasoning):
+class Pythonic(WholeText):
     """`[f(x=1), g(y="a")]`, calls of Python with literal values, and no other text: Llama 4."""
 
     TOKENS = TAGS = ("<|python_start|>", "<|python_end|>")
     _CALL = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(|$)|$)")  # the begin of a call, as far as it is there
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._text = ""
-        self._is_text = False
-
-    def push(self, text: str) -> list[Item]:
-        self._text += text
-        if not self._is_text:
-            begin = self._text.lstrip()
-            if not begin or self.TAGS[0].startswith(begin):
-                return []
-            begin = begin.removeprefix(self.TAGS[0]).lstrip()
-            if not begin or self._CALL.match(begin):
-                return []
-        self._is_text = True
-        text, self._text = self._text, ""
-        return [text] if text else []
+    def _may_be_calls(self, begin: str) -> bool:
+        if self.TAGS[0].startswith(begin):
+            return True
+        begin = begin.removeprefix(self.TAGS[0]).lstrip()
+        return not begin or self._CALL.match(begin) is not None
 
     def finish(self) -> list[Item]:
-        if self._is_text or not self._text:
+        if not self._text:
             return []
         source = self._text.strip().removeprefix(self.TAGS[0])
         source = source[: len(source) - partial_tag(source, self.TAGS[1:])].removesuffix(self.TAGS[1]).strip()
@@ -145,16 +144,11 @@ def value_of(node: ast.expr) -> Any:
     raise ValueError("no literal value of JSON")
 
 
-class OneCall(WithoutReasoning):
+class OneCall(WholeText):
     """One call as JSON, generated under a grammar; plain text if the token budget cut it off."""
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._text = ""
-
-    def push(self, text: str) -> list[Item]:
-        self._text += text
-        return []
+    def _may_be_calls(self, begin: str) -> bool:
+        return True
 
     def finish(self) -> list[Item]:
         call = call_of(parsed(self._text), self._tools)
