@@ -216,6 +216,8 @@ def test_reference_has_every_public_name_once() -> None:
         "compat.sglang.attention.TreeAttentionSteps",
         "compat.sglang.ngram.NgramTrees",
         "compat.sglang.plugin.register",
+        "compat.tensorrt_llm.drafter.NgramDrafter",
+        "compat.tensorrt_llm.ngram.NgramDrafts",
         "compat.vllm.NgramProposer",
         "compat.vllm.attention.PagedAttention",
         "compat.vllm.attention.RowsBuilder",

@@ -1,1 +1,4 @@
-"""Plugins for SGLang and vLLM, and functions under those engines' own names (docs/integrations/)."""
+"""Plugins for SGLang and vLLM, a drafter for TensorRT-LLM, and functions under those engines' own names.
+
+docs/integrations/ describes them.
+"""

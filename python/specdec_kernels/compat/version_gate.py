@@ -53,16 +53,17 @@ def parts_to_take_over(
     the environment variable SPECDEC_<NAME>=0, leave everything as it is.
 
     Args:
-        name: the engine's; in lower case, that of its package.
+        name: the engine's; in lower case, with `_` for `-`, that of its package.
         tested: tested versions, oldest first.
         parts_of: returns the parts for a tested version, each after those that it needs.
         logger: gets one line.
         sources_of: returns the sources of an installed package, or a record of what contracts read there.
     """
-    if os.environ.get(f"SPECDEC_{name.upper()}") == "0":
-        return Takeover(None, reason=f"SPECDEC_{name.upper()} is 0")
+    package = name.lower().replace("-", "_")
+    if os.environ.get(f"SPECDEC_{package.upper()}") == "0":
+        return Takeover(None, reason=f"SPECDEC_{package.upper()} is 0")
     try:
-        found = version(name.lower())
+        found = version(package)
     except PackageNotFoundError:
         reason = f"the version of {name} is not known"
         logger.warning("specdec: %s; nothing is changed", reason)
@@ -75,7 +76,7 @@ def parts_to_take_over(
         reason = f"{name} {found} is older than {tested[0]}, the first tested version"
         logger.warning("specdec: %s; nothing is changed", reason)
         return Takeover(found, reason=reason)
-    parts, sources = parts_of(base), sources_of(name.lower())
+    parts, sources = parts_of(base), sources_of(package)
     unread = {part.name: "its sources cannot be read" for part in parts}
     left = unread if sources is None else broken_parts(parts, sources)
     kept = tuple(part.name for part in parts if part.name not in left)

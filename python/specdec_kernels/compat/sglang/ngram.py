@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...ngram import NgramIndex
+from ..followed_texts import FollowedTexts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,8 +19,7 @@ ALGORITHM = "SPECDEC_NGRAM"  # its name in SGLang
 class NgramTrees:
     """Drafts for the requests of SGLang's batches, from the text of all requests, prompts included.
 
-    Each text is inserted once, as it grows. Requests are identified by their `rid`, also after a retraction. The text
-    of finished requests can be matched until newer text overwrites it.
+    Requests are identified by their `rid`, also after a retraction.
 
     Args:
         num_nodes: nodes of a tree, root included, 1 to 256.
@@ -31,15 +30,12 @@ class NgramTrees:
 
     def __init__(self, num_nodes: int, max_requests: int, max_len: int, *, max_tokens: int = 1 << 20) -> None:
         self.num_nodes = num_nodes
-        # Also slots for as many retracted requests, and room for the round in which a text exceeds its limit.
-        self.index = NgramIndex(max_tokens, 2 * max_requests, max_len + num_nodes)
-        self._known: dict[str, tuple[int, int]] = {}  # slot and length by rid, least recently drafted first
-        self._free = list(range(2 * max_requests))
+        # With room for the round in which a text exceeds its limit.
+        self._texts = FollowedTexts(max_requests, max_len + num_nodes, max_tokens)
+        self.index = self._texts.index
 
     def clear(self) -> None:
-        self.index.clear()
-        self._free += [slot for slot, _ in self._known.values()]
-        self._known = {}
+        self._texts.clear()
 
     def draft(self, batch: Any, *, overlap: bool) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Draft a tree for each request of a batch.
@@ -72,16 +68,8 @@ class NgramTrees:
         """Insert a request's new text, and return its slot and its length."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         length = prompt + output + len(last)
-        slot, known = self._known.pop(req.rid, (-1, 0))
-        if slot < 0:
-            slot = self._free.pop() if self._free else self._known.pop(next(iter(self._known)))[0]
-        if known == 0 or known > length:
-            self.index.release(slot)
-            new = [*req.origin_input_ids, *req.output_ids, *last]
-        else:
-            new = [*req.origin_input_ids[known:], *req.output_ids[max(known - prompt, 0) :], *last]
-            new = new[len(new) - (length - known) :]
-        if new:
-            self.index.insert(np.array(new, np.int32), slot)
-        self._known[req.rid] = slot, length
-        return slot, length
+
+        def text_from(known: int) -> list[int]:
+            return [*req.origin_input_ids[known:], *req.output_ids[max(known - prompt, 0) :], *last][known - length :]
+
+        return self._texts.follow(req.rid, length, text_from), length
