@@ -37,7 +37,7 @@ DRAFTS: dict[str, Callable[[], Draft]] = {
 MAX_LEN, PAGE_SIZE, NUM_SLOTS = 256, 4, 6
 SMALL = -(-(MAX_LEN + 64) // PAGE_SIZE)  # pages of one long request
 ROOMY = 800
-SOAK = int(os.environ.get("SPECDEC_SOAK", 400))
+SOAK = int(os.environ.get("SPECDEC_SOAK", 128))
 some_drafts = pytest.mark.parametrize("draft", thinned(DRAFTS, {"union", "standalone"}.__contains__))
 
 
@@ -102,5 +102,6 @@ def test_server_answers_of_many_requests(draft: str, plain: Running, where: torc
     with running(engine) as server:
         result = check(side_of(server), side_of(plain), requests=SOAK, seed=7, max_tokens=24, concurrency=16)
         expect_exact(result, side_of(server))
+        assert result.counts.keys() == {*FEATURES, "chat", "completion"}
         stats = engine.stats()
         assert stats.retractions > 0 and stats.prefix_hits > 0

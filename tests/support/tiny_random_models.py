@@ -17,7 +17,13 @@ LAYERS = 4
 # Sizes by their names in configs of transformers. Only names that a config has are set.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": VOCAB,
+    "shape_vocab_size": VOCAB,
+    "pronunciation_vocab_size": VOCAB,
     "hidden_size": 64,
+    "hidden_size_per_layer_input": 16,
+    "out_hidden_size": 64,
+    "alignment_intermediate_size": 64,
     "d_model": 64,
     "n_embd": 64,
     "emb_dim": 64,
@@ -91,7 +97,6 @@ GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "per_layer_config": {1: {"head_dim": 32}, 3: {"head_dim": 32}},
     "final_logit_softcapping": 500.0,
-    "hidden_size_per_layer_input": 16,
 }
 
 # Pairs of a head that rotate by each of a token's three positions, for heads of any size.
@@ -148,6 +153,7 @@ MORE: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False, "attention_head_size": 16, "attn_layers": ["local", "lsh"] * 2},
     "xlm": {"causal": True},
     "xlnet": {"d_head": 16, "d_inner": 64},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
     "gemma4": GEMMA4,
