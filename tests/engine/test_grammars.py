@@ -281,6 +281,8 @@ def test_grammar_text_cut_by_max_new_tokens(device: torch.device) -> None:
         ({"json_schema": {}, "regex": "a"}, "SamplingParams: regex is given, expected none beside json_schema"),
         ({"regex": "a", "constrain_after": [-1]}, "SamplingParams: constrain_after has -1, expected 0 to 2147483647"),
         ({"constrain_after": [1]}, "SamplingParams: constrain_after is [1], expected none without a constraint"),
+        ({"regex": "a", "constrain_unless": 2}, "SamplingParams: constrain_unless is 2, expected none without constrain_after"),
+        ({"regex": "a", "constrain_after": [1], "constrain_unless": True}, "SamplingParams: constrain_unless is True, expected 0 to 2147483647, or None"),
         ({"grammar": "root ::= 1", "min_new_tokens": 3}, "SamplingParams: min_new_tokens is 3, expected 0 beside grammar"),
     ],
 )  # fmt: skip
@@ -400,9 +402,11 @@ def thoughts(temperature: float) -> list[tuple[list[int], list[int]]]:
     return [(prompt, output.tokens) for prompt, output in zip(prompts(), outputs, strict=False)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("opens", "temperature"), [(False, 0.0), (False, 1.0), (True, 0.0)])
 @pytest.mark.parametrize("length", [1, 2])
-def test_grammar_that_begins_in_a_draft_has_the_text_of_plain_decoding(length: int, temperature: float) -> None:
+def test_grammar_that_begins_in_a_draft_has_the_text_of_plain_decoding(
+    length: int, opens: bool, temperature: float
+) -> None:
     """The draft gets the whole text, so that its paths lead from the thoughts into the grammar."""
     num_tokens = []
     for prompt, thought in thoughts(temperature):
@@ -410,6 +414,8 @@ def test_grammar_that_begins_in_a_draft_has_the_text_of_plain_decoding(length: i
         first = next(i for i in range(length, THOUGHT + 1) if thought[i - length : i] == begin)
         seed = thoughts(temperature).index((prompt, thought))
         plain = SamplingParams(NEW_TOKENS, regex=ANSWER, constrain_after=begin, temperature=temperature, seed=seed)
+        if opens:
+            plain = replace(plain, constrain_unless=thought[0])
         (wanted,) = make_engine("none").generate([prompt], plain)
         assert wanted.tokens[:first] == thought[:first] and wanted.finish_reason == FinishReason.STOP
         assert re.fullmatch(ANSWER, tokenizer().decode(wanted.tokens[first:], skip_special_tokens=True))
@@ -428,6 +434,23 @@ def test_text_that_reaches_a_dead_end_after_its_thoughts_ends_there(draft: Draft
     assert str(error.value) == "result: request 0 ended with BAD_LOGITS: no token continues the text under this regex"
     (output,) = error.value.outputs
     assert output is not None and output.tokens == [2, 0, 1]
+
+
+@pytest.mark.parametrize("draft", [None, Ngram(num_nodes=6)], ids=["none", "ngram"])
+def test_text_that_does_not_open_its_thoughts_is_constrained_at_once(draft: Draft | None) -> None:
+    """At its start the opening token is allowed beside those of the grammar, and never again."""
+    with letters_engine(draft) as engine:
+        given: dict[str, Any] = {"regex": "aba", "constrain_after": [2], "constrain_unless": 5}
+        (output,) = engine.generate([LETTERS], SamplingParams(9, **given, logit_bias={5: -100.0}))
+        assert output.tokens == [0, 1, 0, 3]
+        opened = SamplingParams(9, **given, logit_bias={5: 100.0, 2: 90.0, 1: 10.0, 3: 50.0})
+        (output,) = engine.generate([LETTERS], opened)
+        assert output.tokens == [5] * 9, "free after its opening, and without an end"
+        (output,) = engine.generate([LETTERS], replace(opened, logit_bias={5: 80.0, 2: 100.0}, constrain_unless=2))
+        assert output.tokens == [2, 0, 1, 0, 3], "one token may open and end them"
+        with pytest.raises(ValueError) as error:
+            engine.submit(LETTERS, replace(opened, constrain_unless=32))
+    assert str(error.value) == ("SamplingParams: constrain_unless is 32, expected 0 to 31 (the model's vocabulary)")
 
 
 def test_text_does_not_end_before_its_grammar_begins() -> None:

@@ -126,16 +126,35 @@ class LlguidanceMatcher(Matcher):
 
 
 class LaterMatcher(Matcher):
-    """A matcher of a text whose grammar begins after the first occurrence of some tokens; before it, no text ends."""
+    """A matcher of a text whose grammar begins after the first occurrence of some tokens; before it, no text ends.
 
-    def __init__(self, matcher: Matcher, begin: Sequence[int], stop_tokens: StopTokens) -> None:
+    Args:
+        matcher: of the grammar.
+        begin: the tokens.
+        opening: the token that a text has to begin with for that; the grammar of others begins at once. None: any.
+        stop_tokens: of the request.
+        vocab_size: of the masks.
+    """
+
+    def __init__(
+        self, matcher: Matcher, begin: Sequence[int], opening: int | None, stop_tokens: StopTokens, vocab_size: int
+    ) -> None:
         self._matcher, self._begin, self._stop_tokens = matcher, list(begin), stop_tokens
+        self._opening = opening
+        self._opening_mask = mask_of([] if opening is None else [opening], vocab_size)
         self._tokens: list[int] = []
-        self._begun = -1  # tokens up to where the grammar begins; -1: that has not come
+        self._begun = -1  # tokens up to where the grammar begins; -1: that has not come, or is not known yet
+
+    @property
+    def _may_open(self) -> bool:
+        return self._opening is not None and not self._tokens
 
     def accept(self, token: int) -> bool:
         if self._begun >= 0:
             accepted = self._matcher.accept(token)
+        elif self._may_open and token != self._opening:
+            accepted = self._matcher.accept(token)
+            self._begun = 0 if accepted else -1
         else:
             accepted = token not in self._stop_tokens.tokens or token == self._begin[-1]
         if accepted:
@@ -148,12 +167,14 @@ class LaterMatcher(Matcher):
         if self._begun >= 0:
             self._matcher.rollback(min(count, len(self._tokens) - self._begun))
         del self._tokens[len(self._tokens) - count :]
-        if len(self._tokens) < self._begun:
+        if len(self._tokens) < self._begun or self._may_open:
             self._begun = -1
 
     def fill(self, mask: Tensor) -> None:
-        if self._begun >= 0:
+        if self._begun >= 0 or self._may_open:
             self._matcher.fill(mask)
+            if self._may_open:
+                mask |= self._opening_mask
         else:
             self._stop_tokens.write(mask.fill_(FULL), allowed=False)
 
@@ -277,7 +298,8 @@ class Grammars:
             )
         if begin := sampling.constrain_after:
             stops = self._stops(stop_tokens)
-            return NewMatcher(lambda: LaterMatcher(new_matcher(), begin, stops), self._vocab_size)
+            opening, size = sampling.constrain_unless, self._vocab_size
+            return NewMatcher(lambda: LaterMatcher(new_matcher(), begin, opening, stops, size), size)
         return new_matcher
 
     def _new_matcher(self, sampling: SamplingParams, stop_tokens: Sequence[int]) -> NewMatcher:

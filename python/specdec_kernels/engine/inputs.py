@@ -122,7 +122,7 @@ class InputProcessor:
         return bool(params.constraint[0]) and self._config.grammars
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ValueError for stops that cannot be followed, or a logit bias outside the vocabulary."""
+        """Raise ValueError for stops that cannot be followed, or tokens outside the vocabulary."""
         self._stop_tokens(params)
         for string in params.stop_strings:
             # Text is decoded without special tokens: one alone is a stop token, one next to text would never be found.
@@ -139,6 +139,11 @@ class InputProcessor:
                     f"SamplingParams: logit_bias has token {token}, expected 0 to {self._vocab_size - 1} "
                     "(the model's vocabulary)"
                 )
+        if params.constrain_unless is not None and params.constrain_unless >= self._vocab_size:
+            raise ValueError(
+                f"SamplingParams: constrain_unless is {params.constrain_unless}, expected 0 to {self._vocab_size - 1} "
+                "(the model's vocabulary)"
+            )
 
     def specs(self, token_lists: Sequence[list[int]], params: Sequence[SamplingParams]) -> Iterator[RequestSpec]:
         """Yield the specs of requests in the order of the prompts, `n` of them for each.

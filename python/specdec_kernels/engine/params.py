@@ -69,6 +69,9 @@ class SamplingParams:
             complete; max_new_tokens may cut it off earlier.
         constrain_after: token ids, such as the one of `</think>`. The constraint begins after their first occurrence in
             the output; before it, all tokens but stop tokens are allowed. Empty: the constraint begins at once.
+        constrain_unless: a token id, such as the one of `<think>`, beside `constrain_after`. Only an output that begins
+            with this token is free up to there; any other one is constrained from its first token. None: every output
+            begins free.
         prediction: what the output may repeat, text or token ids. An n-gram draft reads it as if it preceded the
             prompt. Needs a draft of `Ngram`, alone or in a `Union`. Does not change the text.
         ngram_group: requests that share their texts for n-gram drafting (a tenant; samples of one prompt): 1 to
@@ -111,6 +114,7 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
     constrain_after: Sequence[int] = ()
+    constrain_unless: int | None = None
     prediction: str | Sequence[int] | None = None
     ngram_group: int = 0
     min_new_tokens: int = 0
@@ -155,7 +159,7 @@ class SamplingParams:
         good = SMALLEST_FLOAT <= self.repetition_penalty <= LARGEST_FLOAT
         expect("repetition_penalty", good, "a finite number of 32 bits above 0")
         for token in self.stop_token_ids or ():
-            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= int(token) < 2**31:
+            if not is_token_id(token):
                 raise ValueError(f"SamplingParams: stop_token_ids has {token!r}, expected 0 to 2147483647")
         for token, bias in (self.logit_bias or {}).items():
             if isinstance(token, bool) or not isinstance(token, int):
@@ -166,9 +170,12 @@ class SamplingParams:
         if len(given) > 1:
             raise ValueError(f"SamplingParams: {given[1]} is given, expected none beside {given[0]}")
         for token in self.constrain_after:
-            if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= int(token) < 2**31:
+            if not is_token_id(token):
                 raise ValueError(f"SamplingParams: constrain_after has {token!r}, expected 0 to 2147483647")
         expect("constrain_after", bool(given) or not self.constrain_after, "none without a constraint")
+        opening = self.constrain_unless
+        expect("constrain_unless", opening is None or is_token_id(opening), "0 to 2147483647, or None")
+        expect("constrain_unless", opening is None or bool(self.constrain_after), "none without constrain_after")
         expect("min_new_tokens", not given or self.min_new_tokens == 0, f"0 beside {''.join(given)}")
         expect("priority", -(2**31) <= self.priority < 2**31, "-2147483648 to 2147483647")
         seconds = self.timeout
@@ -266,6 +273,11 @@ class SamplingParams:
         if number == 0 or self.seed is None:
             return self
         return replace(self, seed=(self.seed + number + 2**63) % 2**64 - 2**63)  # of 64 bits again
+
+
+def is_token_id(value: Any) -> bool:
+    """Return whether a value is an integer that a vocabulary may have."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**31
 
 
 def is_number(value: Any) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +25,7 @@ from ..engine.text.detokenizer import Detokenizer
 from .grammars import GrammarCompiler, GrammarLimits
 from .metrics import Metrics
 from .observer import Observer
-from .parsers import FirstCall, OneCall, Parser, format_of
+from .parsers import FirstCall, OneCall, Parser, ReasoningByTokens, ThinkTokens, format_of
 from .protocol import (
     ConversationBody,
     DetokenizeBody,
@@ -74,6 +76,8 @@ class Server:
         self._token_text = token_texts(detokenizer)
         template = settings.chat_template or getattr(engine.tokenizer, "chat_template", None) or ""
         self._format = format_of(str(template), settings.tool_parser, settings.reasoning_parser)
+        vocabulary = engine.tokenizer.get_vocab()
+        self._tags = {tag: vocabulary[tag] for tag in self._format.tags(has_tools=True) if tag in vocabulary}
         self._markups: dict[bool, Detokenizer] = {}
         self.grammars = GrammarCompiler(engine, GrammarLimits(seconds=settings.max_grammar_seconds))
         self._large_bodies = asyncio.Semaphore(1)  # parsed at a time: each needs the GIL for a while
@@ -100,7 +104,8 @@ class Server:
         with self._reserved(parsed.num_prompts * parsed.params.n):  # before a million prompts are tokenized
             token_lists = await self._unless_gone(request, self._prepare(parsed))
             parsed.check_prompts(token_lists)
-            requests = self._submit(parsed, token_lists, arrival)
+            think = self._think_tokens(parsed, token_lists[0]) if is_chat else None
+            requests = self._submit(parsed if think is None else after_reasoning(parsed, think), token_lists, arrival)
         request.scope["facts"] |= {"requests": requests, "model": self.settings.model_name}
         return ResponseBuilder(
             parsed,
@@ -109,7 +114,7 @@ class Server:
             model=self.settings.model_name,
             detokenizer=self._detokenizer,
             token_text=self._token_text,
-            parser=self._parsers(parsed, token_lists[0]) if is_chat else None,
+            parser=self._parsers(parsed, token_lists[0], think) if is_chat else None,
             markup=self._markup(bool(parsed.tools)) if is_chat and not parsed.params.constraint[0] else None,
             on_first=lambda: self.metrics.first_token.observe(time.perf_counter() - arrival),
         )
@@ -128,16 +133,36 @@ class Server:
         markup = self._markups[has_tools]
         return markup if markup.shows_special_tokens else None
 
-    def _parsers(self, parsed: ParsedRequest, prompt: list[int]) -> Callable[[], Parser] | None:
+    def _think_tokens(self, parsed: ParsedRequest, prompt: list[int]) -> ThinkTokens | None:
+        """Return what marks the reasoning before a constrained answer; None: there is no constraint or no reasoning."""
+        constrained, _ = parsed.params.constraint
+        if not constrained or not parsed.separate_reasoning:
+            return None
+        end, text_bytes = self._prompt_end(prompt), self._detokenizer.text_bytes
+        return self._format.think_tokens(self._tags, lambda one: text_bytes(one).decode(), end, parsed.continued)
+
+    def _prompt_end(self, prompt: list[int]) -> str:
+        return self._detokenizer.decode(prompt[-32:], skip_special_tokens=False)
+
+    def _parsers(
+        self, parsed: ParsedRequest, prompt: list[int], think: ThinkTokens | None
+    ) -> Callable[[], Parser] | None:
         """Return what creates the parser of each answer to a conversation; None: answers are text."""
         tools = parsed.tools
+        if think is not None:
+
+            def new_parser_by_tokens() -> Parser:
+                answer = OneCall(tools) if parsed.must_call else self._format.answer_parser(tools)
+                return ReasoningByTokens(answer if parsed.parallel_calls else FirstCall(answer), think)
+
+            return new_parser_by_tokens
         if parsed.must_call:
             return lambda: OneCall(tools)
         constrained, _ = parsed.params.constraint  # no tag can be in the text
         separate = parsed.separate_reasoning and not constrained and self._format.reasoning is not None
         if not tools and not separate:
             return None
-        end = "" if constrained else self._detokenizer.decode(prompt[-32:], skip_special_tokens=False)
+        end = "" if constrained else self._prompt_end(prompt)
 
         def new_parser() -> Parser:
             parser = self._format.parser(tools, end, separate_reasoning=separate)
@@ -336,6 +361,15 @@ class Server:
         if size > most:
             raise RequestError(f"the body has {size} bytes or more, expected at most {most}", status=413)
         return b"".join(parts)
+
+
+def after_reasoning(parsed: ParsedRequest, think: ThinkTokens) -> ParsedRequest:
+    """Return a request whose constraint begins after its reasoning."""
+    params = parsed.params
+    bias = {**(params.logit_bias or {}), **dict.fromkeys(think.never, -math.inf)}
+    opening = None if think.inside else think.begin
+    later = replace(params, constrain_after=[think.end], constrain_unless=opening, logit_bias=bias or None)
+    return replace(parsed, params=later)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ..engine import AsyncRequest, GenerationError, NewTokens, TokenLogprob, merge_streams
 from ..engine.text.detokenizer import Detokenizer
 from ..status import FinishReason
-from .parsers import Item, Parser, Reasoning, ToolCall
+from .parsers import Item, Parser, Reasoning, ReasoningByTokens, ToolCall
 from .prompt_parts import EchoedPrompt, finite, legacy_logprobs, vllm_logprobs
 from .protocol import ParsedRequest, RequestError
 from .text import Piece, TextStream, TokenEnds, TokenText
@@ -89,8 +89,12 @@ class Choice:
         return text
 
     def count(self, tokens: Sequence[int]) -> None:
-        """Note where new tokens end in the text, for `reasoning_tokens`."""
-        if self.parser is not None:
+        """Note where new tokens end in the text, for the parser and `reasoning_tokens`."""
+        if isinstance(self.parser, ReasoningByTokens):
+            for token in tokens:
+                self._ends.push([token])
+                self.parser.on_token(token, self._ends.last)
+        elif self.parser is not None:
             self._ends.push(tokens)
 
     @property
@@ -98,6 +102,8 @@ class Choice:
         """Tokens so far that are reasoning or its tags."""
         if self.parser is None:
             return 0
+        if isinstance(self.parser, ReasoningByTokens):
+            return self.parser.num_reasoning_tokens
         return sum(self._ends.count(begin, end) for begin, end in self.parser.reasoning_spans)
 
     def offsets(self, tokens: Sequence[int]) -> list[int]:

@@ -84,6 +84,11 @@ class TokenEnds:
             self._ends.append(self._num_settled + len(self._decoder.pending))
         return begins
 
+    @property
+    def last(self) -> int:
+        """Where the last token ends."""
+        return self._ends[-1]
+
     def count(self, begin: int, end: int | None) -> int:
         """Count the tokens of the characters from `begin` to `end` (exclusive; None: to the last token)."""
         first = bisect_left(self._ends, begin) + 1 if begin else 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .harmony import Harmony
 from .items import Item, Parser, Reasoning, Span, ToolCall, Tools
-from .reasoning import ReasoningTags, TaggedReasoning
+from .reasoning import ReasoningByTokens, ReasoningTags, TaggedReasoning, ThinkTokens
 from .sections import DeepSeekV3, DeepSeekV31, Glm45, Hermes, KimiK2, MiniMaxM2, Mistral, Qwen3Coder, Sections
 from .whole_texts import FirstCall, Llama3, OneCall, PlainText, Pythonic
 
@@ -129,11 +129,41 @@ class Format:
         """
         if self.is_harmony:
             return Harmony(tools, prompt_end, separate=separate_reasoning and self.reasoning is not None)
-        parser = TOOL_PARSERS[self.tools](tools) if tools else PlainText()
+        parser = self.answer_parser(tools)
         tags = REASONING_PARSERS[self.reasoning] if self.reasoning else ReasoningTags()
         assert tags is not None
         separate = separate_reasoning and self.reasoning is not None
         return TaggedReasoning(parser, tags, inside=tags.begins_inside(prompt_end), separate=separate)
+
+    def answer_parser(self, tools: Tools) -> Parser:
+        """Return a parser of a text without reasoning."""
+        return TOOL_PARSERS[self.tools](tools) if tools else PlainText()
+
+    def think_tokens(
+        self, tokens: Mapping[str, int], token_text: Callable[[int], str], prompt_end: str, continued: str | None
+    ) -> ThinkTokens | None:
+        """Return what marks the reasoning before a constrained answer; None: the answer begins at once.
+
+        Args:
+            tokens: the tokens of the vocabulary that are tags.
+            token_text: returns what a token adds to a text.
+            prompt_end: end of the prompt, in which the chat template may have begun or ended reasoning.
+            continued: the text of the message that the answer continues; None: it is a message of its own.
+        """
+        tags = None if self.is_harmony or self.reasoning is None else REASONING_PARSERS[self.reasoning]
+        if tags is None or tags.end not in tokens:
+            return None
+        if continued is None:
+            inside = tags.begins_inside(prompt_end)
+            may_begin = tags.begin in tokens and not prompt_end.rstrip().endswith(tags.end)
+        else:
+            inside = continued.rfind(tags.begin) > continued.rfind(tags.end)
+            may_begin = False
+        if not inside and not may_begin:
+            return None
+        end = tokens[tags.end]
+        never = [tokens[tag] for tag in tags.answers if tag in tokens]
+        return ThinkTokens(end, token_text(end), tokens.get(tags.begin), inside, never)
 
 
 def format_of(template: str, tools: str | None, reasoning: str | None) -> Format:
@@ -156,8 +186,11 @@ __all__ = [
     "Item",
     "OneCall",
     "Parser",
+    "PlainText",
     "Reasoning",
+    "ReasoningByTokens",
     "Span",
+    "ThinkTokens",
     "ToolCall",
     "Tools",
     "format_of",

@@ -1,8 +1,9 @@
-"""The parser of reasoning between tags, which precedes the answer."""
+"""Parsers of reasoning between tags, which precedes the answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .items import Item, Parser, Reasoning, Span, first_tag, held_back
@@ -27,6 +28,25 @@ class ReasoningTags(NamedTuple):
         """Return whether the text after a prompt is within reasoning: chat templates may write the begin tag."""
         prompt_end = prompt_end.rstrip()
         return prompt_end.endswith(self.begin) or (self.from_start and not prompt_end.endswith(self.end))
+
+
+@dataclass(frozen=True)
+class ThinkTokens:
+    """The tokens that mark the reasoning before a constrained answer.
+
+    Attributes:
+        end: after which the answer begins.
+        end_tag: its text; empty for a special token, which no text has.
+        begin: with which a text may begin.
+        inside: the text begins within reasoning; otherwise only one that begins with `begin` does.
+        never: tokens that begin the answer without an end token, which a constrained text must not have.
+    """
+
+    end: int
+    end_tag: str
+    begin: int | None
+    inside: bool
+    never: Sequence[int] = ()
 
 
 class TaggedReasoning:
@@ -122,3 +142,75 @@ class TaggedReasoning:
         if self._inside is None:
             self._at_start = False
         return [*self._parser.push(self._answer()), *self._parser.finish()]
+
+
+class ReasoningByTokens:
+    """Reasoning up to its end token, and another parser for the answer, which is constrained from there on.
+
+    The tokens decide, because the constraint begins after one: a tag that the reasoning spells with several tokens is a
+    part of it. Whitespace at both ends of the reasoning is dropped, and none of the answer.
+
+    Args:
+        parser: of the answer.
+        tokens: that mark the reasoning.
+    """
+
+    def __init__(self, parser: Parser, tokens: ThinkTokens) -> None:
+        self._parser, self._tokens = parser, tokens
+        self._num_tokens = 0  # so far
+        self._begin = 0  # where the reasoning begins in the text
+        self._answer: int | None = None if tokens.inside else 0  # where the answer begins; None: not known yet
+        self.num_reasoning_tokens = 0
+        self._text = ""  # not returned yet
+        self._num_passed = 0  # characters that have left `_text`
+        self._at_start = True  # of the reasoning, where whitespace is dropped
+
+    def on_token(self, token: int, end: int) -> None:
+        """Note a token and where it ends in the text, before its text is pushed."""
+        if self._num_tokens == 0 and token == self._tokens.begin:
+            self._begin, self._answer = end, None
+        self._num_tokens += 1
+        if self._answer is None:
+            self.num_reasoning_tokens += 1
+            if token == self._tokens.end:
+                self._answer = end
+
+    @property
+    def reasoning_spans(self) -> Sequence[Span]:
+        return [(0, self._answer)] if self.num_reasoning_tokens else ()
+
+    def push(self, text: str) -> list[Item]:
+        return self._push(text, last=False)
+
+    def finish(self) -> list[Item]:
+        return [*self._push("", last=True), *self._parser.finish()]
+
+    def _push(self, text: str, *, last: bool) -> list[Item]:
+        self._text += text
+        found: list[Item] = []
+        if self._answer is None or self._num_passed < self._answer:
+            found += self._reasoning(last)
+        if self._answer is not None and self._num_passed >= self._answer:
+            found += self._parser.push(self._pass(len(self._text)))
+        return found
+
+    def _reasoning(self, last: bool) -> list[Item]:
+        self._pass(self._begin - self._num_passed)
+        end = None if self._answer is None else self._answer - len(self._tokens.end_tag)
+        content = self._text if end is None else self._text[: max(end - self._num_passed, 0)]
+        if self._at_start:
+            self._pass(len(content) - len(content.lstrip()))
+            content = content.lstrip()
+            self._at_start = not content
+        is_whole = end is not None and self._num_passed + len(content) >= end
+        kept = content if last and not is_whole else content.rstrip()
+        self._pass(len(content) if is_whole else len(kept))
+        if is_whole and self._answer is not None:
+            self._pass(self._answer - self._num_passed)
+        return [Reasoning(kept)] if kept else []
+
+    def _pass(self, count: int) -> str:
+        passed = self._text[: max(count, 0)]
+        self._text = self._text[len(passed) :]
+        self._num_passed += len(passed)
+        return passed

@@ -52,6 +52,11 @@ class Conversation:
     must_call: bool
     effort: str | None  # of reasoning
 
+    @property
+    def continued(self) -> str | None:
+        """The text of the message that the answer continues; None: it is a message of its own."""
+        return str(self.messages[-1]["content"]) if self.options.get("continue_final_message") else None
+
     def tokenize(self, engine: Engine) -> list[list[int]]:
         template = str(self.options.get("chat_template") or getattr(engine.tokenizer, "chat_template", None) or "")
         options = options_of_effort(self.effort, template) | self.options

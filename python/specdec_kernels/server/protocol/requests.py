@@ -52,6 +52,7 @@ class ParsedRequest:
         shows_ids: the response has the token ids of prompts and choices.
         ids_as_tokens: log-probabilities name tokens by their ids.
         id: the end of the response's id; None: a new one.
+        continued: the text of the message that the answer continues; None: it is a message of its own.
     """
 
     tokenize: Callable[[Engine], list[list[int]]]
@@ -72,6 +73,7 @@ class ParsedRequest:
     shows_ids: bool = False
     ids_as_tokens: bool = False
     id: str | None = None
+    continued: str | None = None
 
     @property
     def shows_prompts(self) -> bool:
@@ -120,6 +122,7 @@ def read_chat(values: Object, settings: Settings, engine: Engine) -> ParsedReque
         shows_ids=body.return_token_ids,
         ids_as_tokens=body.return_tokens_as_token_ids,
         id=body.request_id or body.rid,
+        continued=conversation.continued,
     )
 
 
