@@ -32,6 +32,7 @@ from specdec_kernels.engine import (
     Union,
 )
 from specdec_kernels.engine.device.round import Round
+from specdec_kernels.engine.grammars import LlguidanceMatcher, StopTokens, Vocabulary, grammar_of_schema
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import representative
@@ -328,6 +329,28 @@ def test_grammar_without_a_backend_is_refused(backend: str, monkeypatch: pytest.
     assert str(error.value) == (
         f'SamplingParams: regex is given, expected none without {backend} (pip install "specdec-kernels[grammar]")'
     )
+
+
+def test_mask_after_rejected_tokens_is_that_of_the_text() -> None:
+    """A rejected value, then a second name after as many lexemes: llguidance would give that the mask of the value."""
+    many = [b'":', b'"}']  # end a name, and a value
+    vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), *many, b""], 258)
+    schema = {"type": "object", "additionalProperties": {"type": "string"}}
+    fresh = vocabulary.compiled(grammar_of_schema(json.dumps(schema)))
+    matcher = LlguidanceMatcher(fresh, StopTokens([258], 259))
+
+    def allowed_after(text: bytes) -> list[bytes]:
+        assert all(map(matcher.accept, text))
+        mask = torch.zeros(9, dtype=torch.int32)
+        matcher.fill(mask)
+        return [token for i, token in enumerate(many) if mask[8] >> i & 1]
+
+    assert allowed_after(b"{") == many  # which begin a name
+    assert allowed_after(b' "a": "b') == [b'"}']
+    matcher.rollback(8)
+    assert allowed_after(b'"a":"b","c') == [b'":']
+    matcher.rollback(10)
+    assert allowed_after(b' "a": "b') == [b'"}']
 
 
 def test_grammar_compilation_does_not_block_event_loop(device: torch.device) -> None:

@@ -84,18 +84,26 @@ class XgrammarMatcher(Matcher):
 
 
 class LlguidanceMatcher(Matcher):
-    """A matcher of llguidance, which knows no stop tokens, and is of no more use after a dead end."""
+    """A matcher of llguidance, which knows no stop tokens, and is of no more use after a dead end.
+
+    llguidance keeps its last mask, by the lexer's state and the number of lexemes. A rollback does not discard it, so
+    other tokens that lead to the same key would get the mask of the tokens that were removed.
+    """
 
     def __init__(self, fresh: Any, stop_tokens: StopTokens) -> None:
         self._fresh, self._stop_tokens = fresh, stop_tokens
         self._matcher = fresh.deep_copy()
         self._tokens: list[int] = []
         self._has_ended = False
+        self._keeps_removed = False  # the mask kept may be of tokens that were removed
 
     def accept(self, token: int) -> bool:
         if token in self._stop_tokens.tokens:
             accepted = self._has_ended = bool(self._matcher.is_accepting())
         else:
+            if self._keeps_removed:  # replaced by the mask here, whose key only tokens from here on share
+                self._matcher.compute_bitmask()
+                self._keeps_removed = False
             accepted = not self._matcher.is_stopped() and self._matcher.try_consume_tokens([token]) == 1
         if accepted:
             self._tokens.append(token)
@@ -110,10 +118,13 @@ class LlguidanceMatcher(Matcher):
         if self._matcher.is_error():
             self._matcher = self._fresh.deep_copy()
             self._matcher.consume_tokens(self._tokens)
+            self._keeps_removed = False
         else:
             self._matcher.rollback(count)
+            self._keeps_removed = True
 
     def fill(self, mask: Tensor) -> None:
+        self._keeps_removed = False
         self._matcher.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
         if self._matcher.is_error():  # no token is allowed, or the text is beyond llguidance's limits
             mask.zero_()
