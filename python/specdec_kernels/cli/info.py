@@ -18,6 +18,7 @@ from .optional_dependencies import require
 from .table import print_table
 
 if TYPE_CHECKING:
+    from ..compat.version_gate import Takeover
     from .arguments import Subparsers
 
 PACKAGES = ("torch", "transformers", "numpy", "rich")
@@ -28,8 +29,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "info",
         help="show what is installed: build, GPU, torch, ops; or how a model would run",
-        description="Show what is installed: this package and its CUDA build, Python, torch, GPUs, and the ops. Paste "
-        "it into a bug report. With a model: show whether and how each of its parts would run, and if not, why.",
+        description="Show what is installed: this package and its CUDA build, Python, torch, other engines and what "
+        "the plugins would take over there, GPUs, and the ops. Paste it into a bug report. With a model: show whether "
+        "and how each of its parts would run, and if not, why.",
     )
     add_model(parser, ", whose config alone is read (default: show what is installed)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -94,6 +96,7 @@ def collect() -> dict[str, Any]:
     """Return what is installed."""
     import specdec_kernels as sd
 
+    from ..compat.installed import installed_engines
     from ..driver import driver_version
     from ..ops._op_list import native_halves, public_ops
 
@@ -105,10 +108,32 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions,
+        "engines": {name: takeover and engine_facts(takeover) for name, takeover in installed_engines().items()},
         "driver": driver_version(),
         "ops": {op: native_halves(op) for op in public_ops()},
     }
     return facts | (torch_facts() if versions["torch"] else {"dlpack_exchange_api": None, "devices": []})
+
+
+def engine_facts(takeover: Takeover) -> dict[str, Any]:
+    """Return what a plugin would take over in an engine, and why not the rest."""
+    return {
+        "version": takeover.found,
+        "tested": takeover.is_tested,
+        "takes_over": list(takeover.parts),
+        "left": takeover.left,
+        "reason": takeover.reason,
+    }
+
+
+def engine_line(engine: dict[str, Any] | None) -> str:
+    """Return the facts of an engine in one line."""
+    if engine is None:
+        return "not installed"
+    untested = "" if engine["tested"] or not engine["takes_over"] else ", untested"
+    left = "".join(f"; not {part}: {reason}" for part, reason in engine["left"].items())
+    reason = f" ({engine['reason']})" if engine["reason"] and not left else ""
+    return f"{engine['version']}{untested}, gets {', '.join(engine['takes_over']) or 'nothing'}{left}{reason}"
 
 
 def installed_version(name: str) -> str | None:
@@ -150,11 +175,17 @@ def show(facts: dict[str, Any]) -> None:
         False: "no: tensors go through __dlpack__, microseconds each (torch 2.10 has it)",
     }
     devices = [f"{d['name']}, capability {d['capability']}, {d['memory_gib']} GiB" for d in facts["devices"]]
+    packages = {name: version for name, version in facts["packages"].items() if name not in facts["engines"]}
     lines = [
         ("specdec_kernels", facts["specdec_kernels"]),
         ("CUDA build", build),
         ("Python", f"{facts['python']} on {facts['platform']}"),
-        *((name, version or "not installed") for name, version in facts["packages"].items()),
+        *(
+            (name, version or "not installed")
+            for name, version in facts["packages"].items()
+            if name not in facts["engines"]
+        ),
+        *((name, engine_line(engine)) for name, engine in facts["engines"].items()),
         ("DLPack exchange API", exchange[facts["dlpack_exchange_api"]]),
         ("NVIDIA driver", facts["driver"] or "none found"),
         *((f"GPU {i}", text) for i, text in enumerate(devices)),
