@@ -175,7 +175,6 @@ def show(facts: dict[str, Any]) -> None:
         False: "no: tensors go through __dlpack__, microseconds each (torch 2.10 has it)",
     }
     devices = [f"{d['name']}, capability {d['capability']}, {d['memory_gib']} GiB" for d in facts["devices"]]
-    packages = {name: version for name, version in facts["packages"].items() if name not in facts["engines"]}
     lines = [
         ("specdec_kernels", facts["specdec_kernels"]),
         ("CUDA build", build),
