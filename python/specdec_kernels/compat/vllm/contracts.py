@@ -93,6 +93,8 @@ CONTRACTS: dict[str, tuple[Contract, ...]] = {
         ),
         Lines("vllm.v1.attention.backends.utils", "PAD_SLOT_ID = -1"),
         Lines(RUNNER, "slot_mapping[num_tokens_unpadded:num_tokens_padded].fill_(-1)"),
+        Lines("vllm.v1.worker.gpu.block_table", "PAD_ID=PAD_SLOT_ID"),
+        Lines("vllm.v1.worker.gpu.model_runner", "query_start_loc_np[num_reqs + 1:] = num_tokens"),
         # Layout of a cache: keys and values side by side. Builder, slots and cache have the same block size.
         Lines(TRITON, "key_cache, value_cache = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)"),
         Lines("vllm.v1.worker.utils", "copy_with_new_block_size(kernel_block_size)"),
