@@ -300,10 +300,49 @@ def test_reasoning_effort_is_a_variable_of_the_template(template: str, effort: s
         assert rendered(running, reasoning_effort=effort) == text
 
 
+@pytest.mark.parametrize(
+    ("reasoning", "text"),
+    [
+        ({"effort": "high"}, "high"),
+        ({"enabled": False}, "none"),
+        ({"enabled": True}, "medium"),
+        ({"enabled": True, "effort": "low"}, "low"),
+        ({"exclude": True}, ""),
+        ({}, ""),
+    ],
+)
+def test_reasoning_has_an_effort_or_a_switch(efforts: Running, reasoning: dict[str, Any], text: str) -> None:
+    assert rendered(efforts, reasoning=reasoning) == f"effort: {text}"
+
+
+@pytest.fixture(scope="module")
+def efforts() -> Iterator[Running]:
+    """Yield a server whose template writes the effort."""
+    with serving(make_engine("none", max_len=64), chat_template="effort: {{ reasoning_effort }}") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"reasoning": {"effort": "high"}, "reasoning_effort": "low"}, 'reasoning_effort is "low", expected none or "high" with reasoning', "reasoning_effort"),
+        ({"reasoning": {"effort": "none", "enabled": True}}, 'reasoning is {"effort": "none", "enabled": true}, expected an effort that agrees with enabled', "reasoning"),
+        ({"reasoning": {"max_tokens": 5}}, "reasoning.max_tokens is 5, expected none (this field is not supported)", "reasoning.max_tokens"),
+    ],
+)  # fmt: skip
+def test_reasoning_that_contradicts_itself_is_refused(
+    efforts: Running, fields: dict[str, Any], message: str, param: str
+) -> None:
+    assert efforts.error(CHAT, conversation(**fields)) == (400, message, param)
+
+
 def test_reasoning_effort_of_a_template_that_always_thinks_is_refused() -> None:
     with serving(make_engine("none", max_len=64), chat_template="<think>") as running:
         message = 'reasoning_effort is "none", expected none or "medium" (the chat template does not read it)'
         assert running.error(CHAT, conversation(reasoning_effort="none")) == (400, message, "reasoning_effort")
+        message = message.replace("reasoning_effort", "reasoning.effort")
+        fields = conversation(reasoning={"enabled": False})
+        assert running.error(CHAT, fields) == (400, message, "reasoning.effort")
 
 
 # --- constraints by the names of other servers

@@ -118,8 +118,9 @@ def test_reasoning_that_does_not_end_is_all_of_the_text(client: OpenAI) -> None:
 
 
 def test_reasoning_that_is_left_out_precedes_the_answer(client: OpenAI) -> None:
-    choice = ask(client, extra_body={"regex": ANSWER, "include_reasoning": False})
-    assert texts(choice)[0] is None and re.fullmatch(ANSWER, texts(choice)[1]) and choice.reasoning_tokens == 6
+    for left_out in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
+        choice = ask(client, extra_body={"regex": ANSWER, **left_out})
+        assert texts(choice)[0] is None and re.fullmatch(ANSWER, texts(choice)[1]) and choice.reasoning_tokens == 6
     choice = ask(client, extra_body={"regex": ANSWER, "separate_reasoning": False})
     assert re.fullmatch(ANSWER, texts(choice)[1]) and choice.reasoning_tokens == 0, "the content has it from its start"
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import openai
@@ -20,6 +21,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from openai import OpenAI
 from pydantic import BaseModel
+from tokenizers import AddedToken
 from transformers import GenerationConfig
 
 from specdec_kernels import _C, cli
@@ -28,7 +30,7 @@ from specdec_kernels.cli.serve import sampling_defaults
 from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
 from specdec_kernels.engine.text.detokenizer import Detokenizer
 from specdec_kernels.server import Settings, make_app, serving_process
-from specdec_kernels.server.text import TextStream, TokenText, token_texts
+from specdec_kernels.server.text import TextStream, TokenText, configuration_of, token_texts
 from specdec_kernels.tiny import tiny_model
 from support.leaks import expect_nothing_left
 from support.observed_rounds import wrap_method
@@ -957,12 +959,36 @@ def test_tokenize_and_detokenize(server: Running) -> None:
     answer = json.loads(server.ask("/tokenize", {"messages": messages()})[2])
     assert answer["tokens"] == tokenizer()(TEXT + "\n")["input_ids"]
     assert json.loads(server.ask("/detokenize", {"tokens": tokens})[2]) == {"prompt": TEXT}
+    assert server.ask("/tokenizer_info")[0] == 404
     assert server.error("/detokenize", {"tokens": [2048]}) == (400, "tokens has 2048, expected 0 to 2047", "tokens")
     assert server.error("/detokenize", {"tokens": "a"}) == (
         400,
         'tokens is "a", expected a list of token ids',
         "tokens",
     )
+
+
+def test_tokenizer_info_is_that_of_vllm() -> None:
+    """A flag enables it, and it names no folder of the server."""
+    with serving(make_engine("none"), chat_template="{{ a }}", shows_tokenizer=True, api_key="k") as running:
+        assert running.ask("/tokenizer_info")[0] == 401
+        answer = running.ask("/tokenizer_info", headers={"Authorization": "Bearer k"})[2].decode()
+    info = json.loads(answer)
+    assert (info["tokenizer_class"], info["chat_template"]) == (type(tokenizer()).__name__, "{{ a }}")
+    assert info["eos_token"] == tokenizer().eos_token and str(tiny_model("target")) not in answer
+
+
+def test_configuration_of_a_tokenizer_is_json() -> None:
+    given = {
+        "vocab_file": "a",
+        "bos_token": AddedToken("<s>"),
+        "added": {3: AddedToken("b")},
+        "list": [1, None],
+        "dir": "/a",
+    }
+    one = SimpleNamespace(init_kwargs=given, chat_template=None)
+    want = {"bos_token": "<s>", "added": {"3": "b"}, "list": [1, None], "tokenizer_class": "SimpleNamespace"}
+    assert configuration_of(one, None) == want
 
 
 def samples(running: Running) -> dict[str, float]:

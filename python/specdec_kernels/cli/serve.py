@@ -119,6 +119,11 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="ORIGIN",
         help='origins of web pages that may ask the server, by CORS; "*": any (default: none)',
     )
+    parser.add_argument(
+        "--enable-tokenizer-info-endpoint",
+        action="store_true",
+        help="answer /tokenizer_info: the tokenizer's configuration and the chat template",
+    )
     parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate of TLS, in PEM; with --ssl-keyfile")
     parser.add_argument("--ssl-keyfile", metavar="FILE", help="private key of the certificate, in PEM")
     parser.add_argument(
@@ -252,6 +257,7 @@ def settings_of(args: argparse.Namespace, model: Any, template: str | None) -> S
         max_stored_responses=args.max_stored_responses,
         max_stored_bytes=args.max_stored_bytes,
         upload_seconds=args.upload_seconds,
+        shows_tokenizer=args.enable_tokenizer_info_endpoint,
         allowed_origins=args.allowed_origins,
     )
 

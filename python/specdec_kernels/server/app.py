@@ -46,7 +46,7 @@ from .protocol import (
 )
 from .responses import Answer, ResponseBuilder, event
 from .responses_api import ResponsesApi
-from .text import token_texts
+from .text import configuration_of, token_texts
 
 PAGE = Path(__file__).with_name("page.html")
 PAGE_POLICY = (
@@ -273,6 +273,11 @@ class Server:
         text: str = self.engine.tokenizer.decode(tokens)
         return text
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Return the tokenizer's configuration in vLLM's form."""
+        self.check_key(request)
+        return JSONResponse(configuration_of(self.engine.tokenizer, self.settings.chat_template))
+
     async def models(self, request: Request) -> Response:
         self.check_key(request)
         names = self.settings.model_name, *self.settings.other_names
@@ -463,6 +468,8 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
         "/server_info": ("GET", server.server_info),
         "/get_server_info": ("GET", server.server_info),
     }
+    if settings.shows_tokenizer:
+        paths["/tokenizer_info"] = "GET", server.tokenizer_info
     for path, (method, endpoint) in paths.items():
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     for method, endpoint in (("GET", responses.retrieve), ("DELETE", responses.delete)):

@@ -1,11 +1,12 @@
-"""Pieces of a request's text as they can be sent, and the text and bytes of single tokens."""
+"""Pieces of a request's text as they can be sent, the text and bytes of single tokens, and how a tokenizer is set."""
 
 from __future__ import annotations
 
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from ..engine.text.detokenizer import Detokenizer, TextDecoder
 
@@ -119,3 +120,29 @@ def token_texts(detokenizer: Detokenizer) -> Callable[[int], TokenText]:
         return TokenText(content.decode(errors="replace"), list(content))
 
     return of
+
+
+def configuration_of(tokenizer: Any, template: str | None) -> dict[str, Any]:
+    """Return a tokenizer's configuration as JSON values, without places of files.
+
+    Args:
+        tokenizer: one of transformers.
+        template: that replaces its chat template.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): plain(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(one) for one in value]
+        if value is None or isinstance(value, str | int | float):
+            return value
+        return str(value)  # a token that is an object has its text
+
+    given = getattr(tokenizer, "init_kwargs", {})
+    files = [name for name in given if name.endswith("_file") or name == "name_or_path"]
+    paths = [name for name, value in given.items() if isinstance(value, str | Path) and Path(value).is_absolute()]
+    configuration = {name: value for name, value in given.items() if name not in (*files, *paths, "tokenizer_object")}
+    found: dict[str, Any] = plain(configuration) | {"tokenizer_class": type(tokenizer).__name__}
+    template = template or getattr(tokenizer, "chat_template", None)
+    return found | ({} if template is None else {"chat_template": template})

@@ -288,6 +288,24 @@ class RequestBody(Body):
     model: StrictStr | None = None
 
 
+class Reasoning(Body):
+    """How much to reason, as OpenRouter and SGLang take it. `exclude`: leave the reasoning out of the answer."""
+
+    effort: Effort | None = None
+    enabled: StrictBool | None = None
+    exclude: StrictBool = False
+
+    @model_validator(mode="after")
+    def _agree(self) -> Reasoning:
+        if self.enabled is not None and self.effort is not None and self.enabled == (self.effort == "none"):
+            raise PydanticCustomError("reasoning", "an effort that agrees with enabled")
+        return self
+
+    def as_effort(self) -> str | None:
+        """Return the effort; None: no other than the chat template's own."""
+        return self.effort or {True: "medium", False: "none", None: None}[self.enabled]
+
+
 class ConversationBody(RequestBody):
     """Fields that a chat template reads; alone, the body of `/tokenize` for messages."""
 
@@ -297,6 +315,7 @@ class ConversationBody(RequestBody):
     tools: list[Annotated[Function, Expected(FUNCTION)]] = []
     tool_choice: ToolChoice = "auto"
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
     chat_template_kwargs: Object = {}
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None

@@ -51,6 +51,7 @@ class Conversation:
     tools: dict[str, Any]  # the parameters of each, by its name
     must_call: bool
     effort: str | None  # of reasoning
+    effort_field: str
 
     @property
     def continued(self) -> str | None:
@@ -59,7 +60,7 @@ class Conversation:
 
     def tokenize(self, engine: Engine) -> list[list[int]]:
         template = str(self.options.get("chat_template") or getattr(engine.tokenizer, "chat_template", None) or "")
-        options = options_of_effort(self.effort, template) | self.options
+        options = options_of_effort(self.effort, self.effort_field, template) | self.options
         messages = self.messages
         if "developer" not in template:
             messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
@@ -76,7 +77,7 @@ class Conversation:
         return checked_tokens(engine, [tokens], ["messages"], False)
 
 
-def options_of_effort(effort: str | None, template: str) -> Object:
+def options_of_effort(effort: str | None, field: str, template: str) -> Object:
     """Return the variables of a chat template that ask for an effort of reasoning, or switch reasoning on or off."""
     if effort is None:
         return {}
@@ -87,7 +88,7 @@ def options_of_effort(effort: str | None, template: str) -> Object:
             return {switch: effort != "none"}
     expected = "medium" if "<think>" in template else "none"
     if effort not in ("medium", expected):
-        raise unexpected("reasoning_effort", effort, f'none or "{expected}" (the chat template does not read it)')
+        raise unexpected(field, effort, f'none or "{expected}" (the chat template does not read it)')
     return {}
 
 
@@ -126,7 +127,19 @@ def read_conversation(body: ConversationBody, settings: Settings) -> Conversatio
         if name in body.model_fields_set:
             options[name] = getattr(body, name)
     messages = [message.as_dict() for message in body.messages]
-    return Conversation(messages, options, parameters_of(tools), must_call, body.reasoning_effort)
+    effort, field = read_effort(body)
+    return Conversation(messages, options, parameters_of(tools), must_call, effort, field)
+
+
+def read_effort(body: ConversationBody) -> tuple[str | None, str]:
+    """Return the effort of reasoning, and the field that has it."""
+    field, own = "reasoning_effort", body.reasoning_effort
+    given = None if body.reasoning is None else body.reasoning.as_effort()
+    if given is None:
+        return own, field
+    if own not in (None, given):
+        raise unexpected(field, own, f"none or {shown(given)} with reasoning")
+    return given, "reasoning.effort"
 
 
 def parameters_of(tools: Sequence[Object]) -> dict[str, Any]:

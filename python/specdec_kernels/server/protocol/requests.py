@@ -117,7 +117,7 @@ def read_chat(values: Object, settings: Settings, engine: Engine) -> ParsedReque
         conversation.must_call,
         body.parallel_tool_calls,
         body.separate_reasoning,
-        body.include_reasoning,
+        body.include_reasoning and not (body.reasoning and body.reasoning.exclude),
         num_prompt_top=-1 if body.prompt_logprobs is None else body.prompt_logprobs,
         shows_ids=body.return_token_ids,
         ids_as_tokens=body.return_tokens_as_token_ids,

@@ -27,6 +27,7 @@ class Settings:
         max_stored_responses: responses of `/v1/responses` that are kept, the most recently used ones.
         max_stored_bytes: their size.
         upload_seconds: limit of the time that a body takes to arrive.
+        shows_tokenizer: whether `/tokenizer_info` answers.
         allowed_origins: of web pages that may ask the server ("*": any), by CORS.
     """
 
@@ -45,4 +46,5 @@ class Settings:
     max_stored_responses: int = 1024
     max_stored_bytes: int = 64 << 20
     upload_seconds: float = 60.0
+    shows_tokenizer: bool = False
     allowed_origins: Sequence[str] = ()
