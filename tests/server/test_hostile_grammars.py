@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -10,11 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from specdec_kernels.engine import Engine
+from specdec_kernels.engine import Engine, SamplingParams
+from specdec_kernels.server.grammars import MAX_VERDICT_BYTES, GrammarCompiler, GrammarLimits
+from specdec_kernels.server.protocol import RequestError
 from specdec_kernels.tiny import tiny_model
 from support.server_thread import Running, serving, start, wait_for
 
@@ -124,3 +128,47 @@ def test_grammar_without_a_backend_is_refused_with_what_to_install(
     status, message, param = server.error(PATH, PLAIN | {"regex": "a+"})
     assert (status, param) == (400, "regex")
     assert message == 'regex is given, expected none without llguidance (pip install "specdec-kernels[grammar]")'
+
+
+class Refusing(GrammarCompiler):
+    """A compiler that refuses every grammar, after it may."""
+
+    def __init__(self) -> None:
+        inputs = SimpleNamespace(has_grammar=lambda params: True, grammars=SimpleNamespace(expect_available=str))
+        super().__init__(SimpleNamespace(core=SimpleNamespace(inputs=inputs)), GrammarLimits())  # type: ignore[arg-type]
+        self.may, self.num_tried = asyncio.Event(), 0
+
+    async def _try_out(self, kind: str, source: str) -> str:
+        await self.may.wait()
+        self.num_tried += 1
+        return f"{source[0]} is wrong " + "x" * 8000
+
+
+def test_verdicts_are_bounded_by_bytes() -> None:
+    """The least recently used ones are forgotten."""
+
+    async def refuse_many() -> None:
+        compiler = Refusing()
+        compiler.may.set()
+        for i in [*range(100), 0, *range(100, 200), 0, 1]:
+            with pytest.raises(ValueError):
+                await compiler.compile(SamplingParams(regex=str(i)))
+            assert compiler._verdict_bytes == sum(map(len, compiler._verdicts.values())) <= MAX_VERDICT_BYTES
+        assert len(compiler._verdicts) == MAX_VERDICT_BYTES // 8011 and compiler.num_tried == 201
+
+    asyncio.run(refuse_many())
+
+
+def test_waiting_grammars_are_bounded_by_bytes() -> None:
+    async def fill() -> None:
+        compiler = Refusing()
+        given = [SamplingParams(regex="\N{EURO SIGN}" * 65536) for _ in range(6)]  # of 192 KiB
+        tasks = [asyncio.ensure_future(compiler.compile(one)) for one in given]
+        await asyncio.sleep(0)
+        compiler.may.set()
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(error, RequestError) for error in errors] == [False] * 5 + [True]
+        assert str(errors[-1]) == "5 grammars wait to be compiled, expected fewer: try again later"
+        assert compiler._num_waiting == compiler._waiting_bytes == 0
+
+    asyncio.run(fill())

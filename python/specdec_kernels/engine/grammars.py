@@ -12,7 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,11 @@ from .params import BACKENDS, SamplingParams
 from .text.detokenizer import Detokenizer
 from .text.json_schemas import held_to
 from .text.patterns import Unsupported, canonical
+from .text.source_cache import SourceCache
 
 MOST_COMPILED = 128  # grammars of llguidance that are kept
+MOST_CONVERTED = 64  # schemas and patterns whose grammars are kept
+SOURCE_BYTES = 4 << 20  # of the sources of each of these
 CACHE_BYTES = 512 << 20  # of xgrammar's grammars that are kept
 
 MOST_WHITESPACE = 16  # consecutive characters between two parts of a JSON text: some models would never stop
@@ -342,7 +345,7 @@ class Vocabulary:
     def __init__(self, tokens: list[bytes], eos: int) -> None:
         self.tokens, self.eos = tokens, eos
         self._lock = Lock()
-        self.compiled = lru_cache(maxsize=MOST_COMPILED)(self._compile)
+        self.compiled = SourceCache(self._compile, MOST_COMPILED, SOURCE_BYTES)
 
     @classmethod
     def of(cls, tokenizer: Any, size: int) -> Vocabulary:
@@ -410,8 +413,7 @@ class Vocabulary:
         return llguidance.LLTokenizer(wrapped, n_vocab=len(self.tokens), eos_token=self.eos)
 
 
-@lru_cache(maxsize=64)
-def grammar_of_schema(source: str) -> str:
+def new_grammar_of_schema(source: str) -> str:
     """Return llguidance's grammar of texts that a JSON schema accepts."""
     try:
         schema = held_to(json.loads(source))
@@ -425,8 +427,7 @@ def grammar_of_schema(source: str) -> str:
     return f"{NO_FORCING}start: %json {json.dumps(schema | {'x-guidance': whitespace})}"
 
 
-@lru_cache(maxsize=64)
-def grammar_of_pattern(pattern: str) -> str:
+def new_grammar_of_pattern(pattern: str) -> str:
     """Return llguidance's grammar of texts that a regular expression matches as a whole."""
     try:
         converted = canonical(pattern)
@@ -437,6 +438,10 @@ def grammar_of_pattern(pattern: str) -> str:
     except ValueError as error:
         raise ValueError(f"SamplingParams: regex does not compile: {error}") from error
     return f"{NO_FORCING}start: /{converted}/" if converted else f'{NO_FORCING}start: ""'
+
+
+grammar_of_schema = SourceCache(new_grammar_of_schema, MOST_CONVERTED, SOURCE_BYTES)
+grammar_of_pattern = SourceCache(new_grammar_of_pattern, MOST_CONVERTED, SOURCE_BYTES)
 
 
 def checked_ebnf(source: str) -> str:

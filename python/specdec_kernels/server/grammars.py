@@ -17,11 +17,12 @@ from typing import Any
 
 from ..engine import Engine, SamplingParams
 from ..engine.grammar_worker import MAX_ANSWER_BYTES, Answer, Job, start
+from ..engine.text.source_cache import num_bytes
 from .protocol import RequestError
 
 NUM_COMPILING = 2  # at a time; others wait
-MAX_WAITING = 64
-MAX_VERDICTS = 4096  # remembered
+MAX_WAITING, MAX_WAITING_BYTES = 64, 1 << 20  # grammars, and their sources
+MAX_VERDICTS, MAX_VERDICT_BYTES = 4096, 1 << 20  # remembered, and their errors
 START_SECONDS, GRACE_SECONDS = 120.0, 10.0  # to start the process; for a job to end after its time
 
 
@@ -56,7 +57,8 @@ class GrammarCompiler:
         self._process: subprocess.Popen[bytes] | None = None
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # of digests: "" or an error
         self._deadlines: dict[object, float] = {}
-        self._num_waiting = 0
+        self._verdict_bytes = 0
+        self._num_waiting = self._waiting_bytes = 0
 
     async def compile(self, params: SamplingParams) -> None:
         """Compile the grammar of a request, if it has one, so that its submission finds it.
@@ -73,23 +75,35 @@ class GrammarCompiler:
         if len(source) > limits.max_chars:
             expected = f"expected at most {limits.max_chars}"
             raise ValueError(f"SamplingParams: {kind} has {len(source)} characters, {expected}")
-        if self._num_waiting >= MAX_WAITING:
+        size = num_bytes(source)
+        if self._num_waiting >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
             message = f"{self._num_waiting} grammars wait to be compiled, expected fewer: try again later"
             raise RequestError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
         digest = hashlib.sha256(f"{kind} {source}".encode()).digest()
         self._num_waiting += 1
+        self._waiting_bytes += size
         try:
             async with self._slots:
                 verdict = self._verdicts.get(digest)
                 if verdict is None:
-                    verdict = self._verdicts[digest] = await self._try_out(kind, source)
-                    if len(self._verdicts) > MAX_VERDICTS:
-                        self._verdicts.popitem(last=False)
+                    verdict = await self._try_out(kind, source)
+                    self._remember(digest, verdict)
+                else:
+                    self._verdicts.move_to_end(digest)
         finally:
             self._num_waiting -= 1
+            self._waiting_bytes -= size
         if verdict:
             raise ValueError(verdict)
         await self._in_thread(lambda: self._inputs.compile_grammars([params]))
+
+    def _remember(self, digest: bytes, verdict: str) -> None:
+        """Keep a verdict, and forget the least recently used ones for which there is no room."""
+        verdicts = self._verdicts
+        self._verdict_bytes += num_bytes(verdict) - num_bytes(verdicts.pop(digest, ""))
+        verdicts[digest] = verdict
+        while len(verdicts) > MAX_VERDICTS or self._verdict_bytes > MAX_VERDICT_BYTES:
+            self._verdict_bytes -= num_bytes(verdicts.popitem(last=False)[1])
 
     async def _try_out(self, kind: str, source: str) -> str:
         """Return "" if a grammar compiles within the limits, else why not."""
