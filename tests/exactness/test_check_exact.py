@@ -13,7 +13,7 @@ import torch
 
 from specdec_kernels import cli
 from specdec_kernels.engine import Eagle3, Engine
-from specdec_kernels.exactness import DIFFERENCE
+from specdec_kernels.exactness import DIFFERENCE, IDS, NEAR_TIE
 from specdec_kernels.exactness.answers import Answer
 from specdec_kernels.exactness.cases import BOTH, COMPLETIONS, FEATURES, Case, make_case
 from specdec_kernels.exactness.check import Limits
@@ -54,15 +54,40 @@ def test_answers_of_5000_requests_are_equal(server: Running) -> None:
     expect_exact(check(side_of(server), side_of(server, **OFF), requests=count, max_tokens=24), side_of(server))
 
 
-def test_seeded_requests_are_skipped_where_logits_have_16_bits(
+def test_seeded_requests_are_skipped_where_logits_have_16_bits_and_no_ids_are_known(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec_kernels.exactness.check.logit_step", lambda _: 0.03125)
-    result = check(side_of(server), side_of(server, **OFF), requests=6)
+    skip = {*FEATURES} - {"seeded", "logprobs"}
+    result = check(side_of(server), side_of(server, **OFF), requests=3, skip={*skip, IDS})
     assert result.probe.skipped == {"seeded": "logits have steps of 0.03125, and rounding decides draws"}
-    assert result.pairs >= 6 and "seeded" not in result.counts
-    kept = check(side_of(server), side_of(server, **OFF), requests=6, limit=1e-3)
-    assert not kept.probe.skipped and "seeded" in kept.counts
+    assert result.pairs == 3 and "seeded" not in result.counts
+    for kept in (
+        check(side_of(server), side_of(server, **OFF), requests=3, skip={*skip, IDS}, limit=1e-3),
+        check(side_of(server), side_of(server, **OFF), requests=3, skip=skip),
+    ):
+        assert not kept.probe.skipped and "seeded" in kept.counts
+
+
+def test_a_wrong_seed_is_found_among_draws_that_16_bits_round(server: Running) -> None:
+    """The server computes in 32 bits and the reference in 16, so that many draws differ."""
+    rounded = Engine(tiny_model("target"), max_len=256, num_slots=8, dtype=torch.bfloat16, device="cpu")
+    found = Finder(server)
+    cases = [
+        found.find(
+            lambda case: found.plain(case, "seeded") and case.body["max_tokens"] == 16 and "top_p" not in case.body
+        )
+        for _ in range(6)
+    ]
+    wrong = cases[3]
+    with serving(rounded, max_queued=100) as reference, proxied(server.port) as proxy:
+        proxy.defects = {wrong.body["seed"]: DEFECTS["wrong seed"]}
+        only = [case.index for case in cases]
+        result = check(side_of(proxy.url), side_of(reference), only=only, skip={*FEATURES} - USED, shrink=0)
+    assert result.limit == 0.5 and result.probe.step is not None
+    assert [finding.suspect.case.index for finding in result.of_kind(DIFFERENCE)] == [wrong.index]
+    margins = [finding.margin for finding in result.of_kind(NEAR_TIE)]
+    assert margins and max(margins) < 0.25
 
 
 # --- defects of a server
@@ -127,14 +152,16 @@ class Finder:
 FIELDS = {"logprob": "logprobs", "tool argument": "tool_calls"}
 
 
-def test_every_defect_is_found_and_its_request_named(server: Running) -> None:
+@pytest.mark.parametrize("by_ids", [False, True], ids=["texts", "ids"])
+def test_every_defect_is_found_and_its_request_named(server: Running, by_ids: bool) -> None:
     found = Finder(server)
     cases = found.of_each_defect()
     others = [found.find(lambda case: case.path == COMPLETIONS).index for _ in range(12)]
     with proxied(server.port) as proxy:
         proxy.defects = {case.body["seed"]: DEFECTS[name] for name, case in cases.items()}
         indices = sorted([*others, *(case.index for case in cases.values())])
-        result = check(side_of(proxy.url), side_of(server, **OFF), only=indices, skip={*FEATURES} - USED)
+        skip = {*FEATURES, IDS} - (USED | {IDS} if by_ids else USED)
+        result = check(side_of(proxy.url), side_of(server, **OFF), only=indices, skip=skip)
     findings = {finding.suspect.case.index: finding for finding in result.of_kind(DIFFERENCE)}
     assert {case.index: name for name, case in cases.items()} == {
         index: next(name for name, case in cases.items() if case.index == index) for index in findings
@@ -142,7 +169,8 @@ def test_every_defect_is_found_and_its_request_named(server: Running) -> None:
     assert len(result.findings) == len(cases) and not result.is_exact and result.limit == 1e-3
     for name, case in cases.items():
         finding = findings[case.index]
-        assert finding.suspect.mismatches[0].field == FIELDS.get(name, "text"), name
+        field = "prompt_token_ids" if by_ids and name == "leaked prefix" else FIELDS.get(name, "text")
+        assert finding.suspect.mismatches[0].field == field, name
         assert finding.reproduces == ("under load" if name == "leaked prefix" else "alone"), name
     smallest = [finding.smallest for finding in result.of_kind(DIFFERENCE)]
     assert all(smallest) and len(smallest[0].body["prompt"]) == 1 and smallest[0].body["max_tokens"] == 1

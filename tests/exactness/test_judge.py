@@ -12,7 +12,8 @@ from specdec_kernels.exactness import BATCH, DIFFERENCE, NEAR_TIE, STREAM, Endpo
 from specdec_kernels.exactness.answers import Answer, Choice, Malformed, StreamParser, Token, compare, parse_whole
 from specdec_kernels.exactness.cases import BOTH, COMPLETIONS, FEATURES, KINDS, Limits, make_case
 from specdec_kernels.exactness.client import Failed, Refused
-from specdec_kernels.exactness.judge import Finding, Judge, Question, Suspect, attempt, mismatches_of
+from specdec_kernels.exactness.judge import Finding, Judge, Suspect, mismatches_of
+from specdec_kernels.exactness.questions import Question, attempt
 from specdec_kernels.exactness.shrink import reproduce, shrunk
 from specdec_kernels.exactness.sides import logit_step, probe
 

@@ -150,12 +150,12 @@ def measure(check: Run) -> Result:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    from ..exactness import FEATURES, Options
+    from ..exactness import FEATURES, IDS, Options
 
     skip = [name for name in args.skip.split(",") if name]
     for name in skip:
-        if name not in FEATURES:
-            raise ValueError(f"--skip has {name!r}, expected one of {', '.join(FEATURES)}")
+        if name not in (*FEATURES, IDS):
+            raise ValueError(f"--skip has {name!r}, expected one of {', '.join([*FEATURES, IDS])}")
     return Options(
         requests=args.requests,
         seed=args.seed,

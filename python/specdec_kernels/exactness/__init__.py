@@ -4,10 +4,11 @@
 needs the standard library only, and works with any server of that API.
 """
 
-from .cases import FEATURES
+from .cases import FEATURES, IDS
 from .check import Counts, Options, Result, Run
 from .client import Endpoint, Unreachable
-from .judge import BATCH, DIFFERENCE, NEAR_TIE, STREAM, Finding
+from .judge import Finding
+from .questions import BATCH, DIFFERENCE, NEAR_TIE, STREAM
 from .report import as_json, lines_of, rows_of, verdict_of
 from .sides import DIALECTS, Side, open_side
 
@@ -16,6 +17,7 @@ __all__ = [
     "DIALECTS",
     "DIFFERENCE",
     "FEATURES",
+    "IDS",
     "NEAR_TIE",
     "STREAM",
     "Counts",

@@ -40,6 +40,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: Any = None  # vLLM's, and SGLang's `matched_stop`
     tokens: list[Token] = field(default_factory=list)  # with log-probabilities only
+    prompt_ids: list[int] | None = None
     token_ids: list[int] | None = None
 
     def said(self) -> str:
@@ -88,6 +89,7 @@ def parse_whole(value: dict[str, Any]) -> Answer:
     choices = []
     for given in sorted(value["choices"], key=lambda choice: int(choice["index"])):
         choice = Choice()
+        choice.prompt_ids = value.get("prompt_token_ids")
         add_part(choice, given, given.get("message") or {"content": given.get("text")})
         choices.append(choice)
     return Answer(choices, usage_of(value))
@@ -115,6 +117,7 @@ class StreamParser:
         self._usage = usage_of(event) or self._usage
         for given in event["choices"]:
             choice = self._choices.setdefault(given["index"], Choice())
+            choice.prompt_ids = choice.prompt_ids or event.get("prompt_token_ids")
             delta = given.get("delta")
             if choice.finish_reason is not None and (given.get("text") or (delta or {}).get("content")):
                 raise Malformed("text comes after the finish reason")
@@ -147,7 +150,8 @@ def add_part(choice: Choice, given: dict[str, Any], message: dict[str, Any]) -> 
     choice.finish_reason = given.get("finish_reason") or choice.finish_reason
     stopped = given.get("stop_reason", given.get("matched_stop"))
     choice.stop_reason = choice.stop_reason if stopped is None else stopped
-    if given.get("token_ids"):
+    choice.prompt_ids = choice.prompt_ids or given.get("prompt_token_ids")
+    if given.get("token_ids") is not None:
         choice.token_ids = (choice.token_ids or []) + given["token_ids"]
     choice.tokens += tokens_of(given.get("logprobs") or {})
 
@@ -200,6 +204,7 @@ def compare(ours: Answer, theirs: Answer, tolerance: float) -> list[Mismatch]:
 def compare_choices(index: int, ours: Choice, theirs: Choice, tolerance: float, is_partial: bool) -> list[Mismatch]:
     tokens, others = [token.text for token in ours.tokens], [token.text for token in theirs.tokens]
     pairs: list[tuple[str, Any, Any]] = [
+        ("prompt_token_ids", ours.prompt_ids, theirs.prompt_ids),
         ("reasoning", ours.reasoning, theirs.reasoning),
         ("text", ours.text, theirs.text),
         ("tool_calls", ours.calls, theirs.calls),
@@ -208,9 +213,9 @@ def compare_choices(index: int, ours: Choice, theirs: Choice, tolerance: float, 
     ]
     found = []
     for name, one, other in pairs:
-        if name in ("token_ids", "tokens") and not (one and other):
+        if (name == "tokens" and not (one and other)) or one is None or other is None:
             continue
-        same = begins(other, one) if is_partial else one == other
+        same = begins(other, one) if is_partial and name != "prompt_token_ids" else one == other
         if not same:
             found.append(Mismatch(name, index, one, other))
     if found:
@@ -245,13 +250,15 @@ def compare_logprobs(index: int, ours: Sequence[Token], theirs: Sequence[Token],
 def logprob_distance(one: Token, other: Token) -> float:
     """Return the largest distance between log-probabilities of a token and its alternatives.
 
-    An alternative that only one of them lists is at least as unlikely in the other as the last of the other's list.
+    An alternative that only one of them lists is at least as unlikely in the other as the last of the other's list. The
+    token itself does not count as the last: completions list it even if it is less likely than all alternatives.
     """
     most = distance(one.logprob, other.logprob)
-    for top, others in ((one.top, other.top), (other.top, one.top)):
-        least = min(others.values(), default=-math.inf)
+    for top, theirs in ((one.top, other), (other.top, one)):
+        least = min((value for text, value in theirs.top.items() if text != theirs.text), default=math.inf)
         for text, value in top.items():
-            most = max(most, abs(value - others[text]) if text in others else max(value - least, 0.0) if others else 0)
+            apart = abs(value - theirs.top[text]) if text in theirs.top else max(value - least, 0.0)
+            most = max(most, apart)
     return most
 
 

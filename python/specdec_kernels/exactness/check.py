@@ -6,14 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .answers import Answer
-from .cases import BOTH, FEATURES, Case, Limits, make_case
+from .cases import BOTH, FEATURES, IDS, Case, Limits, make_case
 from .client import Failed, Refused, Unreachable
-from .judge import DIFFERENCE, STREAM, Finding, Judge, Question, Suspect, attempt, mismatches_of
+from .judge import Finding, Judge, Suspect, mismatches_of
+from .questions import DIFFERENCE, STREAM, Question, attempt
 from .shrink import reproduce
-from .sides import Probe, Side, logit_step, measured_limits, noise_bodies, noise_of, probe
+from .sides import Probe, Side, logit_step, measured_limits, noise_bodies, noise_of, probe, returns_ids
 
 LEAST_LIMIT, MOST_LIMIT = 1e-3, 0.5  # of logits that rounding may exchange
 NOISE_FACTOR = 4.0
@@ -149,14 +150,18 @@ class Run:
         self._notify("asking what the servers know")
         wanted = [name for name in FEATURES if name not in options.skip]
         found = probe(self.ours, self.theirs, guess, wanted, options.concurrency)
-        path = next(path for path in BOTH[::-1] if path in found.usable)
-        found.limits = measured_limits(self.theirs, guess, path)
+        paths = [path for path in BOTH[::-1] if path in found.usable]
+        found.has_ids = IDS not in options.skip and all(returns_ids(side, paths) for side in (self.ours, self.theirs))
+        if found.has_ids:
+            self.ours, self.theirs = replace(self.ours, gives_ids=True), replace(self.theirs, gives_ids=True)
+        found.limits = measured_limits(self.theirs, guess, paths[0])
         limit = options.limit
         if limit is None:
             if "logprobs" in found.usable:
                 self._measure_rounding(found)
-                # A seed's draw is a place in the cumulative distribution, which any rounded logit moves.
-                if found.step is not None and "seeded" in found.usable:
+                # A seed's draw is a place in the cumulative distribution, which any rounded logit moves. How far it
+                # is from the other token can be asked where token ids give the exact text before it.
+                if found.step is not None and "seeded" in found.usable and not found.has_ids:
                     found.usable.discard("seeded")
                     found.skipped["seeded"] = f"logits have steps of {found.step:g}, and rounding decides draws"
             measured = max(NOISE_FACTOR * (found.noise or 0.0), STEP_FACTOR * (found.step or 0.0))

@@ -3,78 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .answers import Answer, Choice, Mismatch, Token, compare, logprob_distance
 from .cases import COMPLETIONS, Case
-from .client import Failed, Refused
+from .client import Refused
+from .places import cause_by_ids
+from .questions import (
+    BATCH,
+    DIFFERENCE,
+    EDITS,
+    LEAST_LOGPROB,
+    NEAR_TIE,
+    SCALES,
+    STREAM,
+    Cause,
+    Outcome,
+    Question,
+    attempt,
+    bias_of_draw,
+)
 from .sides import Side, common
 
 Object = dict[str, Any]
-Outcome = Answer | Refused | Failed
-NEAR_TIE, BATCH, STREAM, DIFFERENCE = "near tie", "batch rounding", "stream", "difference"
-EDITS = (
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "response_format",
-    "regex",
-    "grammar",
-    "tools",
-    "min_tokens",
-)  # fields that change logits before a token is chosen
 PREFIX_TOKENS = 16  # of an answer that continues from a given text
 REPEATS = 3  # runs of the reference under load
-NUM_TOP = 5
 SURE_CHARS = 8  # of two texts that agree by chance no longer
-SCALES = (1e-4, 1e-3, 1e-2, 0.1, 1.0)  # of the limit, tried as margins
-LEAST_LOGPROB = -10.0  # of a token that is not among the most likely
-MOST_BIAS = 20.0
-
-
-@dataclass(frozen=True)
-class Question:
-    """A request as it was sent.
-
-    Attributes:
-        body: in no dialect.
-        stream: the server under test streams; the reference does not.
-        leaves_after: events after which the client leaves the server under test.
-        depth: draft depth that the server under test is asked for.
-    """
-
-    path: str
-    body: Object
-    stream: bool = False
-    leaves_after: int | None = None
-    depth: Any = None
-
-    def to_ours(self, side: Side) -> Answer:
-        """Ask the server under test."""
-        return side.ask(self.path, self.body, stream=self.stream, leaves_after=self.leaves_after, depth=self.depth)
-
-    def to_theirs(self, side: Side, stream: bool = False) -> Answer:
-        """Ask the reference."""
-        return side.ask(self.path, self.body, stream=stream)
-
-    def with_fields(self, **fields: Any) -> Question:
-        return replace(self, body=self.body | fields)
-
-    @property
-    def scored(self) -> Question:
-        """Return the same request with log-probabilities, to its end."""
-        fields: Object = {"logprobs": NUM_TOP}
-        if self.path != COMPLETIONS:
-            fields = {"logprobs": True, "top_logprobs": NUM_TOP}
-        return replace(self.with_fields(**fields), leaves_after=None)
-
-    @property
-    def is_greedy(self) -> bool:
-        return not self.body.get("temperature")
 
 
 @dataclass
@@ -117,16 +74,6 @@ class Finding:
     smallest_neighbors: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Cause:
-    """Why two texts part: a kind of `Finding`, what decided, the margin, and whether rounding explains it."""
-
-    kind: str
-    evidence: str
-    margin: float | None = None
-    is_rounding: bool = True
-
-
 @dataclass
 class Judge:
     """Asks both servers again.
@@ -142,10 +89,13 @@ class Judge:
     limit: float
     usable: set[str]
     neighbors: dict[int, Question] = field(default_factory=dict)
+    _by_ids: dict[str, Cause | None] = field(default_factory=dict)  # causes that are known
 
     def judge(self, suspect: Suspect) -> Finding:
         """Return the cause of a difference."""
         first = suspect.mismatches[0]
+        if first.field == "prompt_token_ids":
+            return Finding(suspect, DIFFERENCE, "the tokens of the prompts differ")
         why = "no margin and no repeated run of the reference explains it"
         if first.is_of_text and suspect.ours is not None and suspect.theirs is not None:
             choices = sorted({one.choice for one in suspect.mismatches if one.choice is not None})
@@ -166,7 +116,7 @@ class Judge:
         if not suspect.mismatches[0].is_of_text or suspect.ours is None or suspect.theirs is None:
             return None
         causes = [
-            self.cause_by_margin(suspect.question, suspect.ours, suspect.theirs, choice)
+            self.cause_alone(suspect.question, suspect.ours, suspect.theirs, choice)
             for choice in sorted({one.choice for one in suspect.mismatches if one.choice is not None})
         ]
         known = [cause for cause in causes if cause is not None and cause.is_rounding]
@@ -180,9 +130,19 @@ class Judge:
     def cause_of_text(self, suspect: Suspect, index: int) -> Cause:
         """Return why the texts of a choice part."""
         assert suspect.ours is not None and suspect.theirs is not None
-        cause = self.cause_by_margin(suspect.question, suspect.ours, suspect.theirs, index)
+        cause = self.cause_alone(suspect.question, suspect.ours, suspect.theirs, index)
         cause = cause or self.cause_after_prefix(suspect.question, suspect.ours, suspect.theirs, index)
         return cause or self.cause_by_load(suspect, index)
+
+    def cause_alone(self, question: Question, ours: Answer, theirs: Answer, index: int) -> Cause | None:
+        """Return why a choice differs, by its token ids or else by its text; None: neither shows it."""
+        a, b = ours.choices[index], theirs.choices[index]
+        if a.token_ids is None or b.token_ids is None:
+            return self.cause_by_margin(question, ours, theirs, index)
+        key = repr((question, index, a.token_ids, b.token_ids))
+        if key not in self._by_ids:
+            self._by_ids[key] = cause_by_ids(self, question, a, b, index)
+        return self._by_ids[key]
 
     def cause_by_margin(self, question: Question, ours: Answer, theirs: Answer, index: int) -> Cause | None:
         """Return why the texts of a choice part, by the margin of the tokens there; None: no margin is known."""
@@ -379,18 +339,10 @@ class Judge:
         if not mismatches or not mismatches[0].is_of_text:
             return mismatches
         for one in mismatches:
-            cause = None if one.choice is None else self.cause_by_margin(question, ours, theirs, one.choice)
+            cause = None if one.choice is None else self.cause_alone(question, ours, theirs, one.choice)
             if cause is None or not cause.is_rounding:
                 return mismatches
         return []
-
-
-def attempt(ask: Callable[[], Answer]) -> Outcome:
-    """Return an answer, or why there is none."""
-    try:
-        return ask()
-    except (Refused, Failed) as error:
-        return error
 
 
 def mismatches_of(ours: Outcome, theirs: Outcome, tolerance: float) -> list[Mismatch]:
@@ -414,13 +366,6 @@ def agrees_longer(candidate: Choice, a: Choice, b: Choice, chars: int = SURE_CHA
     if len(text) <= parts_at:  # `a` is the beginning of `b`
         return candidate.said() == text and candidate.finish_reason == a.finish_reason
     return candidate.said().startswith(text[: parts_at + chars])
-
-
-def bias_of_draw(shift: float, p: float, sign: int) -> float:
-    """Return the bias that moves a token's probability by about `shift`, up or down, at most to 0."""
-    if sign > 0:
-        return min(math.log1p(shift / p), MOST_BIAS)
-    return -math.log1p(-shift / p) if shift < p * (1 - math.exp(-MOST_BIAS)) else MOST_BIAS
 
 
 def common_length(a: str, b: str) -> int:

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from .check import Options, Result
-from .judge import BATCH, DIFFERENCE, NEAR_TIE, STREAM, Finding, Question
+from .judge import Finding
+from .questions import BATCH, DIFFERENCE, NEAR_TIE, STREAM, Question
 from .sides import Side, curl
 
 Object = dict[str, Any]
@@ -31,6 +32,7 @@ def as_json(result: Result, ours: Side, theirs: Side, options: Options, command:
         "tokens": result.tokens,
         "seconds": round(result.seconds, 1),
         "features": {name: asdict(result.counts[name]) for name in sorted(result.counts)},
+        "token_ids": result.probe.has_ids,
         "skipped_features": result.probe.skipped,
         "features_of_one_server": [
             {"feature": name, "refused_by": which, "message": why} for name, which, why in result.probe.one_sided

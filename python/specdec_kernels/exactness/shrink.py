@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from .judge import Finding, Judge, Question
+from .judge import Finding, Judge
+from .questions import Question
 
 MOST_TRIES = 40
 KEPT = ("prompt", "messages", "max_tokens", "temperature", "seed")

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from .answers import Answer, Token, distance
-from .cases import BOTH, CHAT, COMPLETIONS, EXTRAS, FEATURES, NEEDS_SWITCH, Limits, make_case
+from .cases import BOTH, CHAT, COMPLETIONS, EXTRAS, FEATURES, IDS, NEEDS_SWITCH, Limits, make_case
 from .client import Endpoint, Failed, Refused
 from .material import KINDS, text_of
 
@@ -32,12 +32,17 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Side:
-    """A server, its model and the dialect of its fields beyond OpenAI's."""
+    """A server, its model and the dialect of its fields beyond OpenAI's.
+
+    Attributes:
+        gives_ids: answers have token ids, which are always asked for.
+    """
 
     endpoint: Endpoint
     model: str
     dialect: str
     context: int | None = None
+    gives_ids: bool = False
 
     def ask(
         self, path: str, body: Object, *, stream: bool = False, leaves_after: int | None = None, depth: Any = None
@@ -51,6 +56,8 @@ class Side:
         for name, value in body.items():
             spelling = SPELLINGS.get(self.dialect, {}).get(name)
             sent |= spelling(value) if spelling else {name: value}
+        if self.gives_ids:
+            sent[IDS] = True
         if stream:
             sent |= {"stream": True, "stream_options": {"include_usage": True}}
         if depth is not None and self.dialect == "specdec":
@@ -94,6 +101,7 @@ class Probe:
         usable: features and endpoints that both accept.
         skipped: features that both refuse, and seeded sampling where 16-bit logits decide draws, and why.
         one_sided: features that only one of them refuses: (feature, which one, why).
+        has_ids: both return token ids.
         step: of 16-bit logits, if the reference's have one.
         noise: largest distance between log-probabilities of the reference alone and under load, if it gives any.
     """
@@ -102,6 +110,7 @@ class Probe:
     usable: set[str]
     skipped: dict[str, str] = field(default_factory=dict)
     one_sided: list[tuple[str, str, str]] = field(default_factory=list)
+    has_ids: bool = False
     step: float | None = None
     noise: float | None = None
 
@@ -161,6 +170,18 @@ def probe(ours: Side, theirs: Side, limits: Limits, wanted: Sequence[str], concu
             found.skipped[NEEDS_SWITCH] = "the server has no switch for each request"
     ask([name for name in features if name != NEEDS_SWITCH and name not in found.skipped])
     return found
+
+
+def returns_ids(side: Side, paths: Sequence[str]) -> bool:
+    """Return whether a server returns token ids of prompts and answers; others may ignore the field."""
+    for path in paths:
+        try:
+            choice = side.ask(path, small_body(path) | {IDS: True}).choices[0]
+        except (Refused, Failed, IndexError):
+            return False
+        if not choice.prompt_ids or choice.token_ids is None:
+            return False
+    return True
 
 
 def small_body(path: str) -> Object:
