@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from specdec_kernels import cli
-from specdec_kernels.cli.near_tie import difference, likeliest
+from specdec_kernels.cli.near_tie import difference, difference_at, likeliest
 from specdec_kernels.engine import Engine, RequestOutput, SamplingParams
+from specdec_kernels.engine.grammars import Matcher, NewMatcher
 from specdec_kernels.reference.verify import filtered, uniform
 from specdec_kernels.tiny import tiny_model
 from support.tiny_checkpoint import held_out
@@ -122,3 +123,40 @@ def test_difference_uses_edited_logits() -> None:
     parted = difference(model, [3], ([1, 2], [1, 3]), sampling)  # 1 and 3 are repeated, 1 was generated
     assert parted is not None and parted.at == 1
     assert parted.margin == pytest.approx(0.5)  # 2.0, 2.0 and 1.5
+
+
+class Letters(Matcher):
+    """A grammar in which token 1 comes first, and then tokens 2 and 3."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def accept(self, token: int) -> bool:
+        self.tokens.append(token)
+        return token == 1 if len(self.tokens) == 1 else token in (2, 3)
+
+    def rollback(self, count: int) -> None:
+        raise NotImplementedError
+
+    def fill(self, mask: Tensor) -> None:
+        mask.fill_(0b1100 if self.tokens else 0b10)
+
+    @property
+    def has_ended(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_difference_at_a_token_that_the_grammar_forbids_is_no_near_tie(temperature: float) -> None:
+    """Tokens 2 and 3 are as likely as each other; so is token 0, which the grammar does not allow."""
+    sampling = SamplingParams(temperature=temperature, seed=7)
+    drawn = uniform(7, 3)
+    p = torch.tensor([0.5, 0.5, drawn, 1 - drawn]) if temperature else torch.tensor([0.25, 0.25, 0.25, 0.25])
+
+    def margin(first: int, second: int, makes: Any) -> float:
+        return difference_at(1, p.log(), [0, 0], ([1, first], [1, second]), sampling, 8e-6, makes).margin
+
+    new_matcher = NewMatcher(Letters, 4)
+    assert margin(2, 3, new_matcher) < 1e-6
+    assert margin(0, 2, new_matcher) == margin(3, 1, new_matcher) == math.inf
+    assert margin(0, 2, None) < math.inf

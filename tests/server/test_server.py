@@ -32,10 +32,12 @@ from specdec_kernels.engine.text.detokenizer import Detokenizer
 from specdec_kernels.server import Settings, make_app, serving_process
 from specdec_kernels.server.text import TextStream, TokenText, configuration_of, token_texts
 from specdec_kernels.tiny import tiny_model
+from support.held_schemas import HELD, TOGETHER
 from support.leaks import expect_nothing_left
 from support.observed_rounds import wrap_method
 from support.random_checkpoints import save_random_model
 from support.request_engines import DRAFTS, make_engine, prompts
+from support.schema_requests import by_engine, by_server, check_pairs, requests_for
 from support.scripted import scripted
 from support.server_thread import NAME, Running, serving, start, wait_for
 from support.tiny_checkpoint import tokenizer
@@ -550,6 +552,18 @@ def test_forced_tool_choice_calls_tool(strict: Running) -> None:
             assert call.function is not None and call.function.arguments == function["arguments"]
         cut = client.chat.completions.create(**given | {"max_tokens": 3}, tool_choice="required").choices[0]
         assert cut.finish_reason == "length" and cut.message.content and not cut.message.tool_calls
+    strict.wait_until_idle()
+
+
+def test_texts_of_every_row_of_keywords_are_valid_and_the_same(strict: Running) -> None:
+    """By the engine, `response_format` and forced calls; tests/server/test_schema_texts.py asks for fifty of each."""
+    rows = [[schema for schema in row if schema is not True][:2] for row in (*HELD.values(), TOGETHER)]
+    requests = [one for row in rows for i, schema in enumerate(row) for one in requests_for(schema, [2 + i])]
+    calls = [one.as_call() for one in requests]
+    plain, plain_calls = (by_engine(strict.engine, each, speculation="off") for each in (requests, calls))
+    print(f"\nengine: {check_pairs(requests, plain, by_engine(strict.engine, requests))}")
+    print(f"response_format: {check_pairs(requests, plain, by_server(strict, requests))}")
+    print(f"forced call: {check_pairs(calls, plain_calls, by_server(strict, calls))}")
     strict.wait_until_idle()
 
 

@@ -11,14 +11,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec_kernels.engine import RequestOutput
+from specdec_kernels.cli.near_tie import difference_at, parting
+from specdec_kernels.engine import RequestOutput, SamplingParams
+from specdec_kernels.engine.grammars import NewMatcher
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.tiny import tiny_model
 
 HELD_OUT = Path(__file__).resolve().parents[2] / "examples" / "tiny" / "heldout.jsonl"
 
-NEAR_TIE = 1e-4  # between the reference's two best logits, float32
+NEAR_TIE = 1e-4  # between the logits of two tokens, float32
+GREEDY = SamplingParams()
 
 
 @functools.cache
@@ -30,6 +33,12 @@ def tokenizer() -> Any:
 def reference_model() -> Any:
     """Return the target as transformers runs it, in float32."""
     return AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float32).eval()
+
+
+@functools.cache
+def exact_model() -> Any:
+    """Return the target as transformers runs it, in float64."""
+    return AutoModelForCausalLM.from_pretrained(tiny_model("target"), dtype=torch.float64).eval()
 
 
 def target_with_features(layers: tuple[int, ...], device: torch.device | str = "cpu") -> CausalLM:
@@ -72,26 +81,40 @@ def greedy_by_transformers(
 
 @dataclass
 class Comparison:
-    """Compares texts with a reference; near-ties are allowed, printed and counted."""
+    """Compares texts with a reference; near-ties are allowed, printed and counted.
+
+    Attributes:
+        model: the target as a transformers module.
+        roundoff: the largest margin between the logits of two tokens that roundoff can reverse.
+        near_ties: one line for each.
+    """
 
     model: Any
+    roundoff: float = NEAR_TIE
     near_ties: list[str] = field(default_factory=list)
 
-    def check(self, prompt: list[int], ours: list[int], reference: list[int]) -> None:
+    def check(
+        self,
+        prompt: list[int],
+        ours: list[int],
+        reference: list[int],
+        sampling: SamplingParams = GREEDY,
+        new_matcher: NewMatcher | None = None,
+    ) -> None:
         """Compare two texts; `reference` may be padded after its end, `ours` ends where the request ended."""
         assert ours, "nothing was generated"
-        if ours == reference[: len(ours)]:
+        texts = ours, reference[: len(ours)]
+        if ours == texts[1]:
             return
-        at = next(i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if a != b)
+        at = parting(texts)
+        assert at < len(texts[1]), f"the reference ends before token {at}"
         with torch.inference_mode():
             logits = self.model(torch.tensor([prompt + ours[:at]])).logits[0, -1]
-        best = logits.topk(2)
-        gap = float(best.values[0] - best.values[1])
-        assert gap < NEAR_TIE and ours[at] in best.indices.tolist(), (
-            f"token {at} is {ours[at]}, expected {reference[at]}; the reference's margin is {gap:.2e}"
-        )
-        self.near_ties.append(f"token {at}: {ours[at]} for {reference[at]}, margin {gap:.2e}")
-        print("near-tie:", self.near_ties[-1])
+        found = difference_at(at, logits, prompt, texts, sampling, self.roundoff, new_matcher)
+        what = f"token {at} is {ours[at]}, expected {reference[at]}; the margin is {found.margin:.2e}"
+        assert found.is_near_tie, f"{what}, where roundoff explains {found.limit:.2e}"
+        self.near_ties.append(what)
+        print("near-tie:", what)
 
 
 def accept_length(outputs: list[RequestOutput]) -> float:

@@ -7,6 +7,7 @@ may lose. Any other difference is an error.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..engine import SamplingParams
+from ..engine.grammars import Matcher
 from ..ops import edit_logits, make_logit_edits
 from ..reference.verify import uniform
 
@@ -52,36 +54,78 @@ def difference(
     first, second = texts
     if first == second:
         return None
-    at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-    limit = ROUNDOFF[model.dtype]
+    at = parting(texts)
+    roundoff = ROUNDOFF[model.dtype]
     if at == min(map(len, texts)):  # one of them is a prefix of the other
-        return Difference(at, math.inf, limit)
+        return Difference(at, math.inf, roundoff)
     with torch.inference_mode():
         tokens = torch.tensor([prompt + first[:at]], device=model.device)
-        logits = model(tokens, logits_to_keep=1).logits[0, -1].float().cpu()
-        logits = edited(logits, prompt, first[:at], sampling).double()
-    candidates = [first[at], second[at]]
+        logits = model(tokens, logits_to_keep=1).logits[0, -1]
+    return difference_at(at, logits, prompt, texts, sampling, roundoff)
+
+
+def parting(texts: tuple[list[int], list[int]]) -> int:
+    """Return the index of the first token that differs, or the length of the shorter text."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
+
+
+def difference_at(
+    at: int,
+    logits: Tensor,
+    prompt: list[int],
+    texts: tuple[list[int], list[int]],
+    sampling: SamplingParams,
+    roundoff: float,
+    new_matcher: Callable[[], Matcher] | None = None,
+) -> Difference:
+    """Return the difference between two texts of a prompt that are equal up to a token.
+
+    Args:
+        at: index of that token, which both have.
+        logits: the target's [V] there.
+        prompt: token ids.
+        texts: token ids of both.
+        sampling: parameters of both.
+        roundoff: the largest margin between the logits of two tokens that roundoff can reverse.
+        new_matcher: makes matchers of the constraint in `sampling`, None without one.
+    """
+    text, candidates = texts[0][:at], [one[at] for one in texts]
+    logits = edited(logits.float().cpu(), prompt, text, sampling, new_matcher).double()
     if sampling.temperature == 0:
-        return Difference(at, float(logits.max() - logits[candidates].min()), limit)
+        return Difference(at, float(logits.max() - logits[candidates].min()), roundoff)
 
     assert sampling.seed is not None
     drawn = uniform(sampling.seed, len(prompt) + at)
     margins = []
-    for slack in (-limit, 0, limit):  # a filter may keep one token more or less
+    for slack in (-roundoff, 0, roundoff):  # a filter may keep one token more or less
         p = likeliest(logits, sampling, slack)
         ends = p.cumsum(0)
-        margins.append(max(max(float(ends[t] - p[t]) - drawn, drawn - float(ends[t]), 0.0) for t in candidates))
-    return Difference(at, min(margins), limit / sampling.temperature / 4)
+        distances = [max(float(ends[t] - p[t]) - drawn, drawn - float(ends[t]), 0.0) for t in candidates]
+        margins.append(max(distances) if p[candidates].all() else math.inf)
+    # A boundary F of the cumulative probabilities moves by at most F (1 - F) <= 1/4 of what the logits move by.
+    return Difference(at, min(margins), roundoff / sampling.temperature / 4)
 
 
-def edited(logits: Tensor, prompt: list[int], text: list[int], sampling: SamplingParams) -> Tensor:
+def edited(
+    logits: Tensor,
+    prompt: list[int],
+    text: list[int],
+    sampling: SamplingParams,
+    new_matcher: Callable[[], Matcher] | None,
+) -> Tensor:
     """Return the logits [V] after the request's edits for prompt and text."""
-    edit = sampling.edits(len(prompt))
+    edit = sampling.edits(len(prompt), new_matcher)
     if edit is not None:
         edits = make_logit_edits(1, len(logits), like=logits)
         edit.write(edits, 0, prompt + text)
         root = torch.ones(1, 1, 1, dtype=torch.int64)
-        edit_logits(logits.view(1, 1, -1), root, torch.zeros(1, 1, dtype=torch.int32), edits)
+        allowed = None
+        if new_matcher is not None:
+            matcher = new_matcher()
+            assert all(map(matcher.accept, text)), "the text is none of its grammar"
+            allowed = torch.zeros(1, 1, -(-len(logits) // 32), dtype=torch.int32)
+            matcher.fill(allowed[0, 0])
+        edit_logits(logits.view(1, 1, -1), root, torch.zeros(1, 1, dtype=torch.int32), edits, vocab_mask=allowed)
     return logits
 
 
