@@ -6,6 +6,7 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -16,10 +17,12 @@ from support.devices import HAS_CUDA, on_cuda
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let hypothesis draw the same examples in every run, and new ones in an exhaustive run."""
-    hypothesis.settings.register_profile("fixed seeds", derandomize=True)
-    if "exhaustive" not in config.option.markexpr:
-        hypothesis.settings.load_profile("fixed seeds")
+    """Let hypothesis draw the same examples in every run, and new ones in an exhaustive run; time never fails a test."""
+    unaffected = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
+    common: dict[str, Any] = {"deadline": None, "suppress_health_check": unaffected}
+    hypothesis.settings.register_profile("new seeds", **common)
+    hypothesis.settings.register_profile("fixed seeds", derandomize=True, **common)
+    hypothesis.settings.load_profile("new seeds" if "exhaustive" in config.option.markexpr else "fixed seeds")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

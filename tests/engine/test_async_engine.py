@@ -17,6 +17,7 @@ from specdec_kernels import FinishReason
 from specdec_kernels import engine as engine_package
 from specdec_kernels.engine import AsyncEngine, AsyncRequest, GenerationError, NewTokens, SamplingParams
 from support.leaks import expect_nothing_left
+from support.paused_rounds import rounds_held
 from support.request_engines import DRAFTS, LONG, NEW_TOKENS, make_engine, params, prompts
 
 Result = TypeVar("Result")
@@ -24,7 +25,7 @@ Result = TypeVar("Result")
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     async def bounded() -> Result:
-        return await asyncio.wait_for(main, 60)
+        return await asyncio.wait_for(main, 300)
 
     return asyncio.run(bounded())
 
@@ -151,9 +152,10 @@ def test_async_task_cancel_cancels_request(waits: str) -> None:
 
 def test_async_request_times_out() -> None:
     async def main(engine: AsyncEngine) -> None:
-        request = await engine.submit(prompts()[0], LONG)
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(request.result(), 0.01)
+        with rounds_held(engine.engine):
+            request = await engine.submit(prompts()[0], LONG)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(request.result(), 0.01)
         assert (await request.result()).finish_reason == FinishReason.CANCELLED
 
     with make_engine(max_len=1024) as engine:
@@ -255,7 +257,7 @@ def test_async_event_loop_end_cancels_requests() -> None:
         request = run(main())
         ended = threading.Event()
         request.add_done_callback(lambda _request: ended.set())
-        assert ended.wait(30) and request.output.finish_reason == FinishReason.CANCELLED
+        assert ended.wait(300) and request.output.finish_reason == FinishReason.CANCELLED
         expect_nothing_left(engine)
 
 

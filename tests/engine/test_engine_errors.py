@@ -364,13 +364,13 @@ def test_generate_from_two_threads(engine: Engine) -> None:
 
     def wait(_new: NewTokens) -> None:
         running.set()
-        assert other_done.wait(10)
+        assert other_done.wait(300)
 
     thread = threading.Thread(
         target=lambda: results.extend(o.tokens for o in engine.generate(prompts, EIGHT, on_tokens=wait))
     )
     thread.start()
-    assert running.wait(10)
+    assert running.wait(300)
     assert texts(engine, prompts) == want
     other_done.set()
     thread.join()

@@ -26,7 +26,7 @@ sys.exit(1)
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", ["NgramIndex", "RoundCosts", "Scheduler"])

@@ -127,7 +127,7 @@ class PrefixCaches(RuleBasedStateMachine):
 
 
 TestPrefixCaches = PrefixCaches.TestCase
-TestPrefixCaches.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPrefixCaches.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_a_long_text_in_many_nodes_is_cleared() -> None:

@@ -85,7 +85,7 @@ def test_rotations_in_threads_reach_the_hook_of_their_own_thread_and_plain_calls
     start = Barrier(5)
 
     def run(hook: CountingHook | None) -> bool:
-        start.wait(timeout=60)
+        start.wait(timeout=300)
         with torch.inference_mode(), nullcontext() if hook is None else use_hook(hook):
             return all(torch.equal(model(tokens).logits, want) for _ in range(20))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec_kernels as sd
@@ -76,7 +76,7 @@ def test_allocate_nodes_matches_sort(device: torch.device, batch: int, nodes: in
         check(device, scores, budget, **state, slots=slots, budget_levels=budget_levels, level_limits=limits)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_allocate_nodes_of_random_lists_matches_sort(device: torch.device, data: st.DataObject) -> None:
     batch, nodes = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 9))

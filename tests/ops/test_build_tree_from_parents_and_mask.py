@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec_kernels as sd
@@ -92,7 +92,7 @@ def test_build_trees_of_chains_of_every_depth_match_reference(device: torch.devi
     assert torch.equal(tree.parents, parents) and status == [16] * 3
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_builders_agree_on_one_tree(device: torch.device, data: st.DataObject) -> None:
     """build_tree's parents and mask give back the same tree."""

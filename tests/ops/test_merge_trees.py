@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec_kernels as sd
@@ -47,7 +47,7 @@ def test_merge_trees_matches_reference(
     check(device, *random_draft(batch, a_nodes, vocab, levels), *random_draft(batch, b_nodes, vocab, levels), nodes)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**32))
 def test_merge_trees_of_garbage_matches_reference(
     device: torch.device, a_nodes: int, b_nodes: int, nodes: int, vocab: int, seed: int

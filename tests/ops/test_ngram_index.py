@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec_kernels as sd
@@ -182,10 +182,7 @@ def rows_of(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(padded, dtype=torch.int32).reshape(len(rows), width), ints([len(row) for row in rows])
 
 
-on_any_device = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@settings(on_any_device, max_examples=300)
+@settings(max_examples=300)
 @given(calls=call_lists())
 def test_ngram_index_matches_model(calls: list[tuple[Any, ...]], device: torch.device) -> None:
     index, model = OnDevice(device, 1 << 14, NUM_SLOTS, 4000), reference.NgramIndex()
@@ -273,7 +270,7 @@ class Ring:
         return text.tokens[gone:]
 
 
-@settings(on_any_device, max_examples=200)
+@settings(max_examples=200)
 @given(max_tokens=st.integers(1, 200), alphabet=st.integers(1, 5), seed=st.integers(0, 2**32))
 def test_ngram_index_never_misreads_evicted_text(
     max_tokens: int, alphabet: int, seed: int, device: torch.device
@@ -604,7 +601,7 @@ def test_ngram_clear_resets_content_and_statistics() -> None:
     assert draft(index, [1], 4)[0].num_nodes.tolist() == [0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(-2, NUM_SLOTS + 1), texts(3, 5)), max_size=8))
 def test_ngram_extend_equals_inserts_row_by_row(rows: list[tuple[int, list[int]]]) -> None:
     """A slot may occur twice; empty rows and entries after the lengths hold garbage."""

@@ -132,8 +132,8 @@ def test_ngram_child_forked_during_a_write_goes_on(num_threads: int) -> None:
         for _ in range(5):
             child = context.Process(target=_write_in_child, args=(index, results))
             child.start()
-            assert results.get(timeout=60) == 33
-            child.join(timeout=60)
+            assert results.get(timeout=300) == 33
+            child.join(timeout=300)
             assert child.exitcode == 0
     finally:
         ends.set()
@@ -153,6 +153,6 @@ def test_ngram_forked_child_works_without_pool_threads() -> None:
     results = context.Queue()
     child = context.Process(target=_draft_in_child, args=(index, results))
     child.start()
-    assert results.get(timeout=60) == want
-    child.join(timeout=60)
+    assert results.get(timeout=300) == want
+    child.join(timeout=300)
     assert child.exitcode == 0

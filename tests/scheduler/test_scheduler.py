@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_kernels import _C
@@ -131,7 +131,7 @@ def test_scheduler_random_exceptions(batch: int, method: str, rounds_in_flight: 
     assert faults == FAULTS[method][rounds_in_flight - 1] if batch == 0 else faults > 5
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(
     sizes=st.builds(Sizes.random, st.randoms(use_true_random=False), st.integers(1, 3)),
     plan=st.lists(

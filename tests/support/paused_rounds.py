@@ -22,7 +22,7 @@ def rounds_held(engine: Engine, after: int = 0) -> Iterator[None]:
 
     def wait(launch: Callable[..., None], batch: int, num_rows: int, max_kv_len: int) -> None:
         if num_rows and next(numbers) >= after:
-            assert let_go.wait(60)
+            assert let_go.wait(300)
             time.sleep(LET_GO)
         launch(batch, num_rows, max_kv_len)
 

@@ -65,7 +65,7 @@ class Running(NamedTuple):
         wait_for(lambda: not self.app.state.server.metrics.num_open)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it took too long"

@@ -20,7 +20,7 @@ class ThreadReduction(Reduction):
 
     def __init__(self, size: int) -> None:
         self.size, self.sums, self.norms = size, 0, 0
-        self._barrier = threading.Barrier(size, timeout=60)
+        self._barrier = threading.Barrier(size, timeout=300)
         self._parts: list[Tensor] = [torch.empty(0)] * size
         self._rank = threading.local()
 
