@@ -68,7 +68,6 @@ class Engine:
             "req_to_token_pool": SimpleNamespace(req_to_token=self.req_to_token),
             "model_config": SimpleNamespace(context_len=PLACES, is_encoder_decoder=False),
             "use_mla_backend": False,
-            "server_args": SimpleNamespace(page_size=1),
         }
         return SimpleNamespace(**fields | changes)
 
@@ -317,7 +316,8 @@ def message_of(call: Callable[[], Any]) -> str:
 def test_attention_refuses_unsupported_models_and_layers_by_name() -> None:
     engine = Engine([4], torch.device("cpu"))
     assert message_of(lambda: TreeAttention(engine.runner(use_mla_backend=True))) == (
-        "specdec: the model has latent attention (MLA), expected heads of keys and values"
+        "specdec: the model has latent attention (MLA), expected heads of keys and values "
+        "(sglang: choose another --attention-backend)"
     )
     encoder = SimpleNamespace(context_len=8, is_encoder_decoder=True)
     assert message_of(lambda: TreeAttention(engine.runner(model_config=encoder))) == (
@@ -329,13 +329,36 @@ def test_attention_refuses_unsupported_models_and_layers_by_name() -> None:
     )
     hybrid = SimpleNamespace(full_kv_pool=None)
     assert message_of(lambda: TreeAttention(engine.runner(token_to_kv_pool=hybrid))) == (
-        "specdec: layers of several kinds share the KV pool, expected attention alone"
+        "specdec: layers of several kinds share the KV pool, expected attention alone "
+        "(sglang: choose another --attention-backend)"
     )
 
     def with_pool(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> str:
         pool = Pool(4, torch.float32, torch.device("cpu"))
         pool.k = pool.v = torch.zeros(shape, dtype=dtype)
         return message_of(lambda: TreeAttention(engine.runner(token_to_kv_pool=pool)))
+
+    def with_attributes(**attributes: Any) -> Any:
+        pool = Pool(4, torch.float32, torch.device("cpu"))
+        vars(pool).update(attributes)
+        return pool
+
+    for given in ({"k_scale_buffer": []}, {"native_k_scale_buffer": []}, {"is_quantized_kv_cache": True}):
+        assert message_of(
+            lambda kept=given: TreeAttention(engine.runner(token_to_kv_pool=with_attributes(**kept)))
+        ) == ("specdec: the KV pool has scales for its rows, expected at most one for each layer")
+    translator = SimpleNamespace(is_translating=True)
+    assert message_of(lambda: TreeAttention(engine.runner(kv_index_translator=translator))) == (
+        "specdec: the KV pool has virtual indices (--enable-unified-memory), expected those of its rows"
+    )
+    chunked = SimpleNamespace(context_len=8, attention_chunk_size=4)
+    assert message_of(lambda: TreeAttention(engine.runner(model_config=chunked))) == (
+        "specdec: layers attend within chunks of 4 tokens, expected windows"
+    )
+    dual = SimpleNamespace(context_len=8, hf_config=SimpleNamespace(dual_chunk_attention_config={"chunk_size": 4}))
+    assert message_of(lambda: TreeAttention(engine.runner(model_config=dual))) == (
+        "specdec: the model has dual chunk attention, expected plain attention"
+    )
 
     assert with_pool((4, 2, 96)) == (
         "specdec: keys have dimension 96 and values 96, expected one of (64, 128, 256) for both"
@@ -348,7 +371,7 @@ def test_attention_refuses_unsupported_models_and_layers_by_name() -> None:
         "specdec: the KV pool holds float8_e5m2, expected float16, bfloat16, float32 or float8_e4m3fn"
     )
     assert (
-        message_of(lambda: TreeAttentionSteps(engine.runner(server_args=SimpleNamespace(page_size=16)), 4, 3))
+        message_of(lambda: TreeAttentionSteps(engine.runner(token_to_kv_pool=with_attributes(page_size=16)), 4, 3))
         == "specdec: speculative_eagle_topk is 4 with page_size 16, expected page_size 1"
     )
 

@@ -12,7 +12,7 @@ from specdec_kernels.compat.sglang.ngram import NgramTrees
 
 
 def request(rid: str, prompt: list[int], output: list[int]) -> Any:
-    return SimpleNamespace(rid=rid, origin_input_ids=prompt, output_ids=output)
+    return SimpleNamespace(rid=rid, origin_input_ids_unpadded=prompt, output_ids=output)
 
 
 def batch(requests: list[Any], emitted: list[list[int]], nodes: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,19 +15,38 @@ from torch import Tensor
 from specdec_kernels.compat.sglang import attention as sglang_attention
 from specdec_kernels.compat.sglang import functions as sglang
 from specdec_kernels.compat.sglang import rounds as sglang_rounds
+from specdec_kernels.compat.sglang.contracts import VERSIONS, host_of
 
 BF16 = torch.bfloat16
+HEAD_SETTINGS = host_of(VERSIONS[-1]).head_settings
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Install a stub of SGLang with the names that are imported within calls."""
     module = ModuleType("sglang")
-    spec = SimpleNamespace(speculative_algorithm="EAGLE3", speculative_attention_mode="prefill")
+    spec = SimpleNamespace(
+        speculative_algorithm="EAGLE3", speculative_attention_mode="prefill", speculative_eagle_topk=4,
+        speculative_num_steps=2, speculative_draft_attention_backend=None, enable_multi_layer_eagle=False,
+    )  # fmt: skip
+    kernel = SimpleNamespace(
+        prefill_attention_backend=None, decode_attention_backend="fa3", attention_backend="specdec"
+    )  # fmt: skip
+    args = object()
+
+    def require_mlp_sync(*given: Any) -> bool:
+        assert given == ((args,) if module.mlp_sync_takes_args else ())
+        return bool(module.mlp_sync)
+
     found: dict[str, Any] = {
         "spec": spec,
+        "kernel": kernel,
+        "mlp_sync": False,
+        "mlp_sync_takes_args": False,
         "get_spec": lambda: spec,
-        "require_mlp_sync": lambda args: False,
+        "get_exec": lambda: SimpleNamespace(kernel=kernel),
+        "get_server_args": lambda: args,
+        "require_mlp_sync": require_mlp_sync,
         "should_apply_lm_head_quant_method": lambda head, method: method is not None,
         "MHATokenToKVPool": Pool,
     }
@@ -152,8 +172,26 @@ def test_move_accept_tokens_error_messages(at: int, value: Any, message: str) ->
         sglang.move_accept_tokens(*arguments)
 
 
+@pytest.mark.parametrize("within_window", [False, True])
+def test_accepted_rows_go_to_the_front_of_their_tree(within_window: bool, device: torch.device) -> None:
+    pool, accepted = Pool(2, 300, 8, device), Accepted(3, 9, 5, 300, device)
+    before = pool.whole()
+    batch = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=accepted.req_to_token), req_pool_indices=accepted.slots,
+        seq_lens=accepted.lens, out_cache_loc=accepted.out_cache_loc,
+    )  # fmt: skip
+    pointers, row_bytes, rows, _, _, _, *rest = accepted.arguments(pool)
+    where = sglang_rounds.destinations(batch, within_window)
+    if within_window:  # also when the requests have lost their rows of the table
+        accepted.req_to_token = accepted.req_to_token.clone()
+        batch.req_to_token_pool.req_to_token.zero_()
+    sglang.move_accept_tokens(pointers, row_bytes, rows, *where, *rest)
+    assert torch.equal(pool.whole(), accepted.expected(before))
+
+
 def test_move_accepted_leaves_other_pools_to_sglang(engine: Any, device: torch.device) -> None:
     accepted = Accepted(2, 9, 5, 200, device)
+    within_window = False
     batch = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(req_to_token=accepted.req_to_token), req_pool_indices=accepted.slots,
         seq_lens=accepted.lens, out_cache_loc=accepted.out_cache_loc,
@@ -165,8 +203,9 @@ def test_move_accepted_leaves_other_pools_to_sglang(engine: Any, device: torch.d
         before = pool.whole()
         allocator = SimpleNamespace(get_kvcache=lambda: pool)
         sglang_rounds.move_accepted(
-            lambda *given: asked.append(given), batch, accepted.index, accepted.num_correct, allocator
-        )
+            lambda *given: asked.append(given), batch, accepted.index, accepted.num_correct, allocator,
+            within_window=within_window,
+        )  # fmt: skip
         if asked:
             assert asked == [(batch, accepted.index, accepted.num_correct, allocator)]
             return False
@@ -175,6 +214,8 @@ def test_move_accepted_leaves_other_pools_to_sglang(engine: Any, device: torch.d
 
     cuda = device.type == "cuda"
     assert moved(Pool(2, 200, 8, device)) is cuda  # SGLang's own where there is no GPU
+    within_window = True
+    assert moved(Pool(2, 200, 8, device)) is cuda
     pool = Pool(2, 200, 8, device)
     pool.use_hnd = True
     assert not moved(pool)
@@ -189,32 +230,35 @@ def test_move_accepted_leaves_other_pools_to_sglang(engine: Any, device: torch.d
 # --- draft-extend -----------------------------------------------------------------------------------------------------
 
 
-def server_args(**changes: Any) -> Any:
-    fields: dict[str, Any] = {
-        "speculative_eagle_topk": 4, "speculative_num_steps": 2, "speculative_draft_attention_backend": None,
-        "prefill_attention_backend": None, "decode_attention_backend": "fa3", "attention_backend": "specdec",
-        "enable_multi_layer_eagle": False,
-    }  # fmt: skip
-    return SimpleNamespace(**fields | changes)
+@pytest.mark.parametrize("old", [True, False], ids=["0.5.17", "0.5.23"])
+def test_accepted_width_is_that_of_a_path(engine: Any, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first versions pass their arguments, also to `require_mlp_sync`."""
+    engine.mlp_sync_takes_args = old
+    given = {"server_args": object()} if old else {}
 
+    def original(*, phase: str, **others: Any) -> int:
+        assert others == given
+        return 8
 
-def test_accepted_width_is_that_of_a_path(engine: Any) -> None:
-    def width(phase: str = "draft_extend", **changes: Any) -> int:
-        return sglang_rounds.accepted_width(
-            lambda *, phase, server_args: 8, phase=phase, server_args=server_args(**changes)
-        )
+    def width(phase: str = "draft_extend", *, kernel: Any = None, **changes: Any) -> int:
+        with monkeypatch.context() as patch:
+            for where, values in ((engine.spec, changes), (engine.kernel, kernel or {})):
+                for name, value in values.items():
+                    patch.setattr(where, name, value)
+            return sglang_rounds.accepted_width(original, phase=phase, mlp_sync_takes_args=old, **given)
 
     assert width() == 3
     assert width(speculative_num_steps=9) == 8
     assert width("target_verify") == 8 and width("draft_decode") == 8
     assert width(speculative_eagle_topk=1) == 8 and width(speculative_eagle_topk=None) == 8
-    assert width(attention_backend="fa3") == 8 and width(prefill_attention_backend="triton") == 8
-    assert width(attention_backend="fa3", speculative_draft_attention_backend="specdec") == 3
+    other = {"attention_backend": "fa3"}
+    assert width(kernel=other) == 8 and width(kernel={"prefill_attention_backend": "triton"}) == 8
+    assert width(kernel=other, speculative_draft_attention_backend="specdec") == 3
     assert width(enable_multi_layer_eagle=True) == 8
-    engine.spec.speculative_attention_mode = "decode"
-    assert width() == 8 and width(decode_attention_backend="specdec") == 3
-    engine.require_mlp_sync = lambda args: True
-    assert width(decode_attention_backend="specdec") == 8
+    decode = {"speculative_attention_mode": "decode"}
+    assert width(**decode) == 8 and width(kernel={"decode_attention_backend": "specdec"}, **decode) == 3
+    engine.mlp_sync = True
+    assert width() == 8
 
 
 class DraftExtend(sglang_attention.TreeAttention):
@@ -226,23 +270,24 @@ def test_extend_accepted_passes_accepted_rows_only(engine: Any) -> None:
     bs, nodes, width, dim = 3, 8, 3, 4
     hidden, tokens, places = torch.randn(bs * nodes, dim), torch.arange(bs * nodes).int(), torch.arange(bs * nodes) + 50
     worker = SimpleNamespace(
-        speculative_num_draft_tokens=nodes, speculative_num_steps=width - 1, server_args=server_args(),
+        speculative_num_draft_tokens=nodes, speculative_num_steps=width - 1,
         draft_extend_attn_backend=DraftExtend(), cuda_graph_runner_for_draft_extend=None,
     )  # fmt: skip
     batch = SimpleNamespace(seq_lens=torch.ones(bs), out_cache_loc=places)
     result = SimpleNamespace(next_token_ids=tokens, logits_output=SimpleNamespace(hidden_states=hidden))
     seen: list[Any] = []
 
-    def original(worker: Any, batch: Any, result: Any) -> str:
+    def original(worker: Any, batch: Any, result: Any, **others: Any) -> str:
         rows = batch.out_cache_loc, result.next_token_ids, result.logits_output.hidden_states
         seen.append((worker.speculative_num_draft_tokens, *rows))
-        if worker.server_args.attention_backend == "broken":
+        if engine.kernel.attention_backend == "broken":
             raise RuntimeError("broken")
         return "done"
 
-    def rows_seen() -> int:
+    def rows_seen(**others: Any) -> int:
         seen.clear()
-        assert sglang_rounds.extend_accepted(original, worker, batch, result) == "done"
+        extend = partial(sglang_rounds.extend_accepted, mlp_sync_takes_args=False)
+        assert extend(original, worker, batch, result, **others) == "done"
         assert worker.speculative_num_draft_tokens == nodes and batch.out_cache_loc is places
         assert result.next_token_ids is tokens and result.logits_output.hidden_states is hidden
         return int(seen[0][0])
@@ -258,11 +303,20 @@ def test_extend_accepted_passes_accepted_rows_only(engine: Any) -> None:
     worker.cuda_graph_runner_for_draft_extend = None
     worker.draft_extend_attn_backend = None
     assert rows_seen() == nodes  # another backend's
-    worker.draft_extend_attn_backend, worker.server_args = DraftExtend(), server_args(speculative_eagle_topk=1)
+    worker.draft_extend_attn_backend = DraftExtend()
+    assert rows_seen(kv_loc_plan=None) == width
+    assert rows_seen(kv_loc_plan=object()) == nodes  # locations for all rows
+    result.prepared_draft_extend_inputs = None
+    assert rows_seen() == width
+    result.prepared_draft_extend_inputs = object()
     assert rows_seen() == nodes
-    worker.server_args = server_args(attention_backend="broken", speculative_draft_attention_backend="specdec")
+    result.prepared_draft_extend_inputs = None
+    engine.spec.speculative_eagle_topk = 1
+    assert rows_seen() == nodes
+    engine.spec.speculative_eagle_topk, engine.spec.speculative_draft_attention_backend = 4, "specdec"
+    engine.kernel.attention_backend = "broken"
     with pytest.raises(RuntimeError, match="broken"):
-        sglang_rounds.extend_accepted(original, worker, batch, result)
+        sglang_rounds.extend_accepted(original, worker, batch, result, mlp_sync_takes_args=False)
     assert worker.speculative_num_draft_tokens == nodes and batch.out_cache_loc is places
 
 
@@ -276,7 +330,7 @@ class Logits:
         self.head = SimpleNamespace(weight=torch.randn(vocab, dim, device=device).to(BF16), quant_method=None)
         self.processor = SimpleNamespace(
             do_tensor_parallel_all_gather=False, logit_scale=None, final_logit_softcapping=None, use_fp32_lm_head=False,
-            rl_on_policy_target=None, vocab_size=vocab,
+            rl_on_policy_target=None, vocab_size=vocab, use_fp32_lm_head_output=False,
         )  # fmt: skip
         self.hidden = torch.randn(rows, dim, device=device).to(BF16)
         self.buffer = torch.zeros(9, vocab, device=device)
@@ -289,7 +343,7 @@ class Logits:
 
     def get(self) -> Tensor:
         found: Tensor = sglang_rounds.verify_logits(
-            self.original, self.processor, self.hidden, self.head, self.metadata
+            self.original, self.processor, self.hidden, self.head, self.metadata, head_settings=HEAD_SETTINGS
         )
         return found
 
@@ -306,13 +360,17 @@ def sampling_info(**changes: Any) -> Any:
     return SimpleNamespace(**fields | changes)
 
 
-def sampled(logits: Tensor, mask: Any = None, return_logprob: bool = False, **changes: Any) -> Tensor:
+def sampled(
+    logits: Tensor, mask: Any = None, return_logprob: bool = False, watermark: Any = None, **changes: Any
+) -> Tensor:
     """Return the logits that SGLang's function gets."""
     batch = SimpleNamespace(sampling_info=sampling_info(**changes), return_logprob=return_logprob)
     output = SimpleNamespace(next_token_logits=logits)
-    got: Tensor = sglang_rounds.sample(
-        lambda tree, batch, output, mask: output.next_token_logits, None, batch, output, mask
-    )
+
+    def original(tree: Any, batch: Any, output: Any, mask: Any, *, watermark_state: Any) -> Any:
+        return output.next_token_logits
+
+    got: Tensor = sglang_rounds.sample(original, None, batch, output, mask, watermark_state=watermark)
     return got
 
 
@@ -327,7 +385,7 @@ def test_verify_logits_keeps_dtype_in_capture(engine: Any, capturing: None, devi
     # Every other batch gets SGLang's logits: the same values in its buffer, in float32.
     for changes in (
         {"is_all_greedy": False}, {"acc_additive_penalties": 1}, {"acc_scaling_penalties": 1}, {"logit_bias": 1},
-        {"mask": object()}, {"return_logprob": True},
+        {"mask": object()}, {"return_logprob": True}, {"watermark": object()},
     ):  # fmt: skip
         wide = sampled(logits.get()[:4], **changes)
         assert wide.dtype == torch.float32 and torch.equal(wide, want[:4].float())
@@ -347,7 +405,7 @@ def test_verify_logits_leaves_other_cases_to_sglang(
     monkeypatch.setattr(sglang_rounds, "is_capturing", lambda: True)
     for name, value in {
         "do_tensor_parallel_all_gather": True, "logit_scale": 2.0, "final_logit_softcapping": 30.0,
-        "use_fp32_lm_head": True, "rl_on_policy_target": "fsdp", "vocab_size": 39,
+        "use_fp32_lm_head": True, "use_fp32_lm_head_output": True, "rl_on_policy_target": "fsdp", "vocab_size": 39,
     }.items():  # fmt: skip
         logits = Logits(device)
         setattr(logits.processor, name, value)
@@ -371,3 +429,21 @@ def test_verify_logits_leaves_other_cases_to_sglang(
     assert Logits(device).get().dtype == torch.float32
     foreign = torch.randn(3, 8).to(BF16)  # not marked: stays as it is
     assert sampled(foreign, is_all_greedy=False) is foreign
+
+
+def test_verify_greedy_leaves_other_candidates_to_sglang() -> None:
+    tree = {
+        "candidates": torch.tensor([[1, 5]]), "retrive_index": torch.arange(2).view(1, 2),
+        "retrive_next_token": torch.tensor([[1, -1]]), "retrive_next_sibling": torch.full((1, 2), -1),
+        "target_predict": torch.tensor([[5, 9]]),
+    }  # fmt: skip
+    outputs = {
+        "predicts": torch.zeros(2, dtype=torch.int32), "accept_index": torch.full((1, 2), -1, dtype=torch.int32),
+        "accept_token_num": torch.zeros(1, dtype=torch.int32),
+    }  # fmt: skip
+    asked: list[Any] = []
+    sglang_rounds.verify_greedy(lambda **named: asked.append(named), **outputs, **tree)
+    assert not asked and outputs["predicts"].tolist() == [5, 9] and outputs["accept_token_num"].tolist() == [1]
+    tree["candidates"] = tree["candidates"].int()  # the bonus tokens of a draft without steps
+    sglang_rounds.verify_greedy(lambda **named: asked.append(named), **outputs, **tree)
+    assert [set(named) for named in asked] == [{*outputs, *tree}]

@@ -7,13 +7,27 @@ installed engine when it starts, an unpacked wheel, and a wheel of a package ind
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-__all__ = ["Contract", "Lines", "Names", "Parameters", "Part", "Sources", "broken_parts", "recorded"]
+__all__ = [
+    "Contract",
+    "Exactly",
+    "Found",
+    "Lines",
+    "Names",
+    "Parameters",
+    "Part",
+    "Same",
+    "Sources",
+    "broken_parts",
+    "recorded",
+]
 
 Found = list[str] | int | None
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -120,6 +134,53 @@ class Lines(Contract):
             return None
         wanted = "" if self.count is None else f", expected {self.count}"
         return f"{self.place} has {found} times `{self.text}`{wanted}" if found else f"{self.place} lacks `{self.text}`"
+
+
+@dataclass(frozen=True)
+class Exactly(Contract):
+    """A class has these members of a kind, in this order.
+
+    Attributes:
+        kind: `fields` (names that its body assigns), `methods` (without an underscore in front), or `abstract` (methods
+            whose body raises).
+        names: the members.
+        more: whether others may follow.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    more: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{super().key} {self.kind}"
+
+    def _read(self, node: ast.AST) -> Found:
+        return MEMBERS_OF_KIND[self.kind](node) if isinstance(node, ast.ClassDef) else None
+
+    def _broken(self, found: Found) -> str | None:
+        assert isinstance(found, list)
+        if tuple(found[: len(self.names)] if self.more else found) == self.names:
+            return None
+        differing = sorted({*found} ^ {*self.names}) or ["another order"]
+        return f"{self.place} has other {self.kind} ({', '.join(differing)})"
+
+
+@dataclass(frozen=True)
+class Same(Contract):
+    """A place has the tested source, apart from comments and docstrings.
+
+    Attributes:
+        digest: of the source.
+    """
+
+    digest: int
+
+    def _read(self, node: ast.AST) -> Found:
+        return zlib.crc32(ast.unparse(without_docstrings(node)).encode())
+
+    def _broken(self, found: Found) -> str | None:
+        return None if found == self.digest else f"{self.place} is not the tested one"
 
 
 @dataclass(frozen=True)
@@ -232,6 +293,44 @@ def recorded(parts: Sequence[Part], sources: Sources) -> dict[str, Found]:
             read = sorted({*before, *read})  # other names of the same place
         found[contract.key] = read
     return found
+
+
+def fields_of(node: ast.ClassDef) -> list[str]:
+    names: list[str] = []
+    for child in node.body:
+        targets = (
+            child.targets
+            if isinstance(child, ast.Assign)
+            else [child.target]
+            if isinstance(child, ast.AnnAssign)
+            else []
+        )
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
+
+
+def methods_of(node: ast.ClassDef) -> list[str]:
+    return [child.name for child in node.body if isinstance(child, Function) and not child.name.startswith("_")]
+
+
+def abstract_of(node: ast.ClassDef) -> list[str]:
+    methods = [child for child in node.body if isinstance(child, Function)]
+    return [method.name for method in methods if any(isinstance(line, ast.Raise) for line in method.body)]
+
+
+MEMBERS_OF_KIND = {"fields": fields_of, "methods": methods_of, "abstract": abstract_of}
+
+
+def without_docstrings(node: ast.AST) -> ast.AST:
+    """Return a copy of a syntax tree without the docstrings of its functions and classes."""
+    node = copy.deepcopy(node)
+    for child in ast.walk(node):
+        if (
+            isinstance(child, Function | ast.ClassDef | ast.Module)
+            and ast.get_docstring(child, clean=False) is not None
+        ):
+            child.body = child.body[1:] or [ast.Pass()]
+    return node
 
 
 def broken_parts(parts: Sequence[Part], sources: Sources | Mapping[str, Found]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from logging import CRITICAL, Logger
 
 from .contracts import Found, Part, Sources, broken_parts
 
-__all__ = ["QUIET", "Takeover", "nearest_tested", "parts_to_take_over", "version_to_change"]
+__all__ = ["QUIET", "Takeover", "nearest_tested", "parts_to_take_over", "take_over"]
 
 QUIET = Logger("specdec_kernels.quiet", CRITICAL + 1)  # for those who read the reasons from the result
 
@@ -44,7 +44,7 @@ def parts_to_take_over(
     tested: Sequence[str],
     parts_of: Callable[[str], Sequence[Part]],
     logger: Logger,
-    sources_of: Callable[[str], Sources | Mapping[str, Found] | None] = Sources.of_installed,
+    sources_of: Callable[[str], Sources | Mapping[str, Found] | None] | None = None,
 ) -> Takeover:
     """Return what to take over, and log what is not.
 
@@ -57,7 +57,8 @@ def parts_to_take_over(
         tested: tested versions, oldest first.
         parts_of: returns the parts for a tested version, each after those that it needs.
         logger: gets one line.
-        sources_of: returns the sources of an installed package, or a record of what contracts read there.
+        sources_of: returns the sources of a package, or a record of what contracts read there; by default those of the
+            installed one.
     """
     package = name.lower().replace("-", "_")
     if os.environ.get(f"SPECDEC_{package.upper()}") == "0":
@@ -76,7 +77,7 @@ def parts_to_take_over(
         reason = f"{name} {found} is older than {tested[0]}, the first tested version"
         logger.warning("specdec: %s; nothing is changed", reason)
         return Takeover(found, reason=reason)
-    parts, sources = parts_of(base), sources_of(package)
+    parts, sources = parts_of(base), (sources_of or Sources.of_installed)(package)
     unread = {part.name: "its sources cannot be read" for part in parts}
     left = unread if sources is None else broken_parts(parts, sources)
     kept = tuple(part.name for part in parts if part.name not in left)
@@ -88,6 +89,35 @@ def parts_to_take_over(
     return Takeover(found, base if kept else None, kept, left, None if kept else "no contract holds")
 
 
+def take_over(
+    takeover: Takeover, parts: Sequence[Part], register: Callable[[str], None], name: str, logger: Logger
+) -> tuple[str, ...]:
+    """Register the parts of a takeover, and return those that are registered.
+
+    In an untested version, a part whose registration raises is left out, with those that need it and one warning.
+
+    Args:
+        takeover: from `parts_to_take_over`.
+        parts: of its base.
+        register: registers the part of a name.
+        name: the engine's.
+        logger: gets the warnings.
+    """
+    registered: list[str] = []
+    for part in parts:
+        if part.name not in takeover.parts or not set(part.needs) <= set(registered):
+            continue
+        try:
+            register(part.name)
+        except Exception as error:
+            if takeover.is_tested:
+                raise
+            logger.warning("specdec: %s %s stays without %s: %r", name, takeover.found, part.name, error)
+        else:
+            registered.append(part.name)
+    return tuple(registered)
+
+
 def nearest_tested(release: str, tested: Sequence[str]) -> str | None:
     """Return the newest tested version that is not newer than a release; None if there is none."""
     return next((one for one in reversed(tested) if numbers(one) <= numbers(release)), None)
@@ -96,22 +126,3 @@ def nearest_tested(release: str, tested: Sequence[str]) -> str | None:
 def numbers(text: str) -> tuple[int, ...]:
     """Return the numbers of a release: (0, 5, 23) for `0.5.23.post1`, and for `0.5.23rc1`."""
     return tuple(int(one) for one in re.findall(r"\d+", re.split(r"[a-z]|\.post|\.dev", text, maxsplit=1)[0]))
-
-
-def version_to_change(name: str, known: Sequence[str], logger: Logger) -> str | None:
-    """Return the installed version of an engine, or None if the plugin must leave the engine alone.
-
-    The plugin is off if the environment has SPECDEC_<NAME>=0, and, with one warning, if the version is not in `known`.
-    A local version label (`+cu130`) is ignored.
-    """
-    if os.environ.get(f"SPECDEC_{name.upper()}") == "0":
-        return None
-    try:
-        found = version(name.lower())
-    except PackageNotFoundError:
-        found = "of no known version"
-    if found.partition("+")[0] in known:
-        return found
-    expected = known[0] if len(known) == 1 else f"one of {', '.join(known)}"
-    logger.warning("specdec: %s %s is not known, expected %s; nothing is changed", name, found, expected)
-    return None

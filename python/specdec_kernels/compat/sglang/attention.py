@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from ...ops import tree_attention
 from ...plans import HEAD_DIMS
 
-__all__ = ["BACKEND", "DraftStepAttention", "TreeAttention", "TreeAttentionSteps", "draft_backend"]
+__all__ = ["BACKEND", "DraftStepAttention", "TreeAttention", "TreeAttentionSteps"]
 
 BACKEND = "specdec"  # its name in SGLang
 WORD = 64
@@ -210,9 +210,10 @@ class TreeAttentionSteps:
     """
 
     needs_cpu_seq_lens = False
+    kv_index_translator = None  # `check_model` refuses pools with virtual indices
 
     def __init__(self, model_runner: Any, topk: int, num_steps: int, step_class: type = DraftStepAttention) -> None:
-        page_size = model_runner.server_args.page_size or 1
+        page_size = getattr(model_runner.token_to_kv_pool, "page_size", 1)
         if topk > 1 and page_size > 1:
             raise ValueError(
                 f"specdec: speculative_eagle_topk is {topk} with page_size {page_size}, expected page_size 1"
@@ -255,18 +256,14 @@ class TreeAttentionSteps:
             backend.init_step(rows)
 
 
-def draft_backend(server_args: Any, phase: str) -> str | None:
-    """Return the name of a draft's attention backend in a phase, as SGLang resolves it."""
-    own, of_phase = server_args.speculative_draft_attention_backend, getattr(server_args, f"{phase}_attention_backend")
-    name: str | None = own or of_phase or server_args.attention_backend
-    return name
-
-
 def check_model(model_runner: Any) -> None:
     """Raise ValueError, naming the feature, if `tree_attention` cannot serve the model or its pool."""
     config, pool = model_runner.model_config, model_runner.token_to_kv_pool
     if getattr(model_runner, "use_mla_backend", False):
-        raise ValueError("specdec: the model has latent attention (MLA), expected heads of keys and values")
+        raise ValueError(
+            "specdec: the model has latent attention (MLA), expected heads of keys and values "
+            "(sglang: choose another --attention-backend)"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError("specdec: the model has an encoder, expected a decoder alone")
     if hasattr(pool, "swa_kv_pool"):
@@ -276,7 +273,23 @@ def check_model(model_runner: Any) -> None:
         )
     allocator = getattr(model_runner, "token_to_kv_pool_allocator", None)
     if hasattr(pool, "full_kv_pool") or getattr(allocator, "translate_kv_loc", None) is not None:
-        raise ValueError("specdec: layers of several kinds share the KV pool, expected attention alone")
+        raise ValueError(
+            "specdec: layers of several kinds share the KV pool, expected attention alone "
+            "(sglang: choose another --attention-backend)"
+        )
+    if getattr(getattr(model_runner, "kv_index_translator", None), "is_translating", False):
+        raise ValueError(
+            "specdec: the KV pool has virtual indices (--enable-unified-memory), expected those of its rows"
+        )
+    scales = ("k_scale_buffer", "native_k_scale_buffer")
+    if getattr(pool, "is_quantized_kv_cache", False) or any(getattr(pool, name, None) is not None for name in scales):
+        raise ValueError("specdec: the KV pool has scales for its rows, expected at most one for each layer")
+    if getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"specdec: layers attend within chunks of {config.attention_chunk_size} tokens, expected windows"
+        )
+    if getattr(getattr(config, "hf_config", None), "dual_chunk_attention_config", None):
+        raise ValueError("specdec: the model has dual chunk attention, expected plain attention")
     key = pool.get_key_buffer(getattr(pool, "start_layer", 0) or 0)
     value = pool.get_value_buffer(getattr(pool, "start_layer", 0) or 0)
     if key.ndim != 3:

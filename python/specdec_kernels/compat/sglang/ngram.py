@@ -41,8 +41,8 @@ class NgramTrees:
         """Draft a tree for each request of a batch.
 
         Args:
-            batch: `reqs` with `rid`, `origin_input_ids` and `output_ids`; `spec_info` with the last round's result:
-                `accept_tokens`, num_nodes for each request, and `accept_lens`.
+            batch: `reqs` with `rid`, `origin_input_ids_unpadded` and `output_ids`; `spec_info` with the last round's
+                result: `accept_tokens`, num_nodes for each request, and `accept_lens`.
             overlap: whether `output_ids` do not contain that result yet.
 
         Returns:
@@ -66,10 +66,11 @@ class NgramTrees:
 
     def _follow(self, req: Any, last: list[int]) -> tuple[int, int]:
         """Insert a request's new text, and return its slot and its length."""
-        prompt, output = len(req.origin_input_ids), len(req.output_ids)
+        ids = req.origin_input_ids_unpadded  # with the tokens of images, whose hashes are no tokens
+        prompt, output = len(ids), len(req.output_ids)
         length = prompt + output + len(last)
 
         def text_from(known: int) -> list[int]:
-            return [*req.origin_input_ids[known:], *req.output_ids[max(known - prompt, 0) :], *last][known - length :]
+            return [*ids[known:], *req.output_ids[max(known - prompt, 0) :], *last][known - length :]
 
         return self._texts.follow(req.rid, length, text_from), length

@@ -4,45 +4,67 @@ It registers the attention backend `specdec` (`--attention-backend specdec`, `--
 specdec`) and the algorithm `SPECDEC_NGRAM` in SGLang's registries. Through SGLang's hooks it replaces the functions
 that build and verify trees by those of `compat.sglang`, wraps other functions of a round in those of
 `compat.sglang.rounds`, and gives drafts their attention.
-Nothing is changed in a version of SGLang that is not in `VERSIONS`, or with `SPECDEC_SGLANG=0` in the environment.
-Uninstalling the package, or leaving it out of SGLANG_PLUGINS, removes all of it.
+In versions of SGLang that are not in `VERSIONS`, only the parts whose contracts hold are registered; with
+`SPECDEC_SGLANG=0` in the environment, none. Uninstalling the package, or leaving it out of SGLANG_PLUGINS, removes all
+of it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ..version_gate import version_to_change
+from ..version_gate import parts_to_take_over, take_over
 from . import functions as sglang
 from . import rounds as sglang_rounds
-from .attention import BACKEND, DraftStepAttention, TreeAttention, TreeAttentionSteps, draft_backend
+from .attention import BACKEND, DraftStepAttention, TreeAttention, TreeAttentionSteps
+from .contracts import VERSIONS, Host, host_of, parts_of
 from .ngram import ALGORITHM, NgramTrees
 
 __all__ = ["ALGORITHM", "BACKEND", "VERSIONS", "register"]
-
-VERSIONS = ("0.5.17",)  # tested versions of SGLang
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Register everything. SGLang calls this once in each process, before it parses its arguments."""
-    found = version_to_change("SGLang", VERSIONS, logger)
-    if found is None:
+    found = parts_to_take_over("SGLang", VERSIONS, parts_of, logger)
+    if found.base is None:
         return
-    registered = [register_attention(), register_drafts(), register_functions(), register_ngram()]
-    logger.info("specdec: SGLang %s has %s", found, "; ".join(registered))
+    host = host_of(found.base)
+    registrations = {
+        "attention": register_attention,
+        "draft attention": register_drafts,
+        "SPECDEC_NGRAM": register_ngram,
+    }
+
+    def register_part(name: str) -> None:
+        if name in registrations:
+            registrations[name]()
+        elif has_kernels():
+            register_functions(hooks_of(name, host))
+
+    registered = take_over(found, parts_of(found.base), register_part, "SGLang", logger)
+    if found.is_tested:
+        names = registered if has_kernels() else [name for name in registered if name in registrations]
+        own = "" if has_kernels() else "; its functions stay its own, since this build has no CUDA kernels"
+        logger.info("specdec: SGLang %s has %s%s", found.found, ", ".join(names), own)
 
 
-def register_attention() -> str:
+def has_kernels() -> bool:
+    from ... import cuda_version
+
+    return cuda_version is not None
+
+
+def register_attention() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import add_attention_backend_choices
 
     add_attention_backend_choices([BACKEND])
     register_attention_backend(BACKEND)(make_backend)
-    return f"the attention backend {BACKEND}"
 
 
 def make_backend(model_runner: Any) -> Any:
@@ -56,12 +78,14 @@ def make_backend(model_runner: Any) -> Any:
     from sglang.srt.runtime_context import get_parallel, get_spec
     from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
-    algorithm = model_runner.server_args.speculative_algorithm
+    algorithm = get_spec().speculative_algorithm
     if algorithm is not None and algorithm not in sglang_rounds.VERIFIED:
         names = ", ".join(sglang_rounds.VERIFIED)
         raise ValueError(f"specdec: speculative_algorithm is {algorithm}, expected none or one of {names}")
     if get_parallel().attn_dcp_size > 1:
         raise ValueError(f"specdec: decode context parallelism is {get_parallel().attn_dcp_size}, expected 1")
+    if get_parallel().attn_cp_size > 1:
+        raise ValueError(f"specdec: context parallelism of attention is {get_parallel().attn_cp_size}, expected 1")
 
     class SpecdecBackend(TreeAttention, AttentionBackend):  # type: ignore[misc]
         @property
@@ -75,18 +99,23 @@ def make_backend(model_runner: Any) -> Any:
     return SpecdecBackend(model_runner, num_draft_tokens=nodes)
 
 
-def register_drafts() -> str:
+def register_drafts() -> None:
     """Wrap the factory of draft attention backends, because SGLang selects those from a closed table."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
     HookRegistry.register(f"{factory}.create_decode_backend", draft_decode, HookType.AROUND)
     HookRegistry.register(f"{factory}.create_draft_extend_backend", draft_extend, HookType.AROUND)
-    return "the same for drafts"
+
+
+def is_ours(factory: Any, phase: str) -> bool:
+    """Return whether a factory's drafts have our attention in a phase; those with sparse attention have their own."""
+    name = factory.draft_attn_backend or sglang_rounds.draft_backend(phase)
+    return name == BACKEND and getattr(factory, "qsa_profile", None) is None
 
 
 def draft_decode(original: Callable[[Any], Any], factory: Any) -> Any:
-    if draft_backend(factory.server_args, "decode") != BACKEND:
+    if not is_ours(factory, "decode"):
         return original(factory)
     if factory.speculative_num_steps <= 1:
         return None
@@ -95,50 +124,107 @@ def draft_decode(original: Callable[[Any], Any], factory: Any) -> Any:
     class SpecdecDraftStep(DraftStepAttention, AttentionBackend):  # type: ignore[misc]
         pass
 
-    return TreeAttentionSteps(
+    steps = TreeAttentionSteps(
         factory.draft_model_runner, factory.topk, factory.speculative_num_steps, step_class=SpecdecDraftStep
     )
+    for backend in (steps, *steps.attn_backends):
+        stamp(backend)
+    return unwrapped("attn_backend_wrapper_for_draft_decode", factory, steps)
 
 
 def draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
-    if draft_backend(factory.server_args, sglang_rounds.extend_phase()) != BACKEND:
+    if not is_ours(factory, sglang_rounds.extend_phase()):
         return original(factory)
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    class SpecdecDraftExtend(TreeAttention, TritonAttnBackend):  # type: ignore[misc]
-        """A `TritonAttnBackend` by name only: SGLang captures draft-extend just for a few classes."""
+    # A `TritonAttnBackend` by name only, because SGLang captures draft-extend just for a few classes: whatever
+    # `TreeAttention` lacks comes from the base of all backends.
+    plain = {
+        name: value
+        for name, value in vars(AttentionBackend).items()
+        if not name.startswith(("__", "_abc_")) and not hasattr(TreeAttention, name)
+    }
+    made = type(TritonAttnBackend)("SpecdecDraftExtend", (TreeAttention, TritonAttnBackend), plain)
+    backend = made(factory.draft_model_runner)
+    stamp(backend)
+    return unwrapped("attn_backend_wrapper_for_draft_extend", factory, backend)
 
-        verify_mask = None
 
-    return SpecdecDraftExtend(factory.draft_model_runner)
+def stamp(backend: Any) -> None:
+    """Name a backend as SGLang's own factory names those that it returns."""
+    backend.prefill_attention_backend_str = backend.decode_attention_backend_str = BACKEND
 
 
-def register_functions() -> str:
-    """Replace and wrap functions of a round, in a build with CUDA kernels."""
+def unwrapped(wrapper: str, factory: Any, backend: Any) -> Any:
+    """Return the backend.
+
+    Raises:
+        ValueError: SGLang would wrap it, for layers of other kinds.
+    """
+    from sglang.srt.layers.attention import attention_registry
+
+    wrap = getattr(attention_registry, wrapper, None)  # earlier versions have no wrapper for decoding
+    if wrap is not None and wrap(factory.draft_model_runner, backend) is not backend:
+        raise ValueError("specdec: the draft has layers of several kinds, expected attention alone")
+    return backend
+
+
+def hooks_of(part: str, host: Host) -> dict[str, tuple[Callable[..., Any], str]]:
+    """Return what a part hooks: functions of SGLang, each with ours and whether it replaces it or wraps it."""
+    srt, takes_args = "sglang.srt", host.mlp_sync_takes_args
+    hooks: dict[str, dict[str, tuple[Callable[..., Any], str]]] = {
+        "build_tree_kernel_efficient": {
+            f"{host.tree_kernels}.build_tree_kernel_efficient": (sglang.build_tree_kernel_efficient, "REPLACE"),
+        },
+        "verify_tree_greedy": {
+            f"{host.tree_kernels}.verify_tree_greedy": (sglang_rounds.verify_greedy, "AROUND"),
+        },
+        "tree_speculative_sampling_target_only": {
+            f"{host.sampling_kernel}.tree_speculative_sampling_target_only": (
+                sglang.tree_speculative_sampling_target_only,
+                "REPLACE",
+            ),
+        },
+        "draft top-k": {
+            f"{srt}.speculative.spec_utils.renorm_draft_probs": (sglang_rounds.keep_logits, "AROUND"),
+            f"{srt}.utils.common.fast_topk": (sglang_rounds.best_of, "AROUND"),
+        },
+        "verification logits": {
+            f"{srt}.layers.logits_processor.LogitsProcessor._get_logits": (
+                partial(sglang_rounds.verify_logits, head_settings=host.head_settings),
+                "AROUND",
+            ),
+            f"{srt}.speculative.eagle_utils.eagle_sample": (sglang_rounds.sample, "AROUND"),
+        },
+        "move_accept_tokens": {
+            f"{srt}.speculative.spec_utils.move_accept_tokens_to_target_kvcache": (
+                partial(sglang_rounds.move_accepted, within_window=host.moves_within_window),
+                "AROUND",
+            ),
+        },
+        "accepted rows": {
+            f"{srt}.speculative.spec_utils.resolve_num_tokens_per_req": (
+                partial(sglang_rounds.accepted_width, mlp_sync_takes_args=takes_args),
+                "AROUND",
+            ),
+            f"{srt}.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode": (
+                partial(sglang_rounds.extend_accepted, mlp_sync_takes_args=takes_args),
+                "AROUND",
+            ),
+        },
+    }
+    return hooks[part]
+
+
+def register_functions(hooks: dict[str, tuple[Callable[..., Any], str]]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from ... import cuda_version
-
-    if cuda_version is None:
-        return "its own functions, since this build has no CUDA kernels"
-    names = ("build_tree_kernel_efficient", "verify_tree_greedy", "tree_speculative_sampling_target_only")
-    for name in names:
-        HookRegistry.register(f"sgl_kernel.{name}", getattr(sglang, name), HookType.REPLACE)
-    around = {
-        "speculative.spec_utils.renorm_draft_probs": sglang_rounds.keep_logits,
-        "utils.common.fast_topk": sglang_rounds.best_of,
-        "layers.logits_processor.LogitsProcessor._get_logits": sglang_rounds.verify_logits,
-        "speculative.eagle_utils.eagle_sample": sglang_rounds.sample,
-        "speculative.spec_utils.move_accept_tokens_to_target_kvcache": sglang_rounds.move_accepted,
-        "speculative.spec_utils.resolve_num_tokens_per_req": sglang_rounds.accepted_width,
-        "speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode": sglang_rounds.extend_accepted,
-    }
-    for place, function in around.items():
-        HookRegistry.register(f"sglang.srt.{place}", function, HookType.AROUND)
-    return ", ".join([*names, *(place.rsplit(".", 1)[-1] for place in around)])
+    for place, (function, kind) in hooks.items():
+        HookRegistry.register(place, function, getattr(HookType, kind))
 
 
-def register_ngram() -> str:
+def register_ngram() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -161,7 +247,6 @@ def register_ngram() -> str:
             return getattr(SpeculativeAlgorithm.NGRAM, name)
 
     SpeculativeAlgorithm.register(ALGORITHM, supports_overlap=True, spec_class=SpecdecNgram)(ngram_worker)
-    return f"the algorithm {ALGORITHM}"
 
 
 def ngram_worker(server_args: Any) -> type:
