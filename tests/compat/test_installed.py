@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from specdec_kernels import cli
-from specdec_kernels.compat.installed import installed_engines
+from specdec_kernels.compat.installed import ENGINES, installed_engines
 
+COMPAT = Path(__file__).resolve().parents[2] / "python" / "specdec_kernels" / "compat"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -18,7 +19,7 @@ Capture = pytest.CaptureFixture[str]
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of installed packages."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("SPECDEC_VLLM", "VLLM_PLUGINS"):
+    for name in ("SPECDEC_SGLANG", "SPECDEC_VLLM", "SGLANG_PLUGINS", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -60,6 +61,13 @@ def test_info_says_why_parts_of_an_untested_engine_are_left(site: Path, capsys: 
     vllm = json.loads(capsys.readouterr().out)["engines"]["vLLM"]
     assert vllm["version"] == "0.34.0" and not vllm["tested"] and vllm["takes_over"] == []
     assert set(vllm["left"]) == {"attention", "n-gram proposer"}
+
+
+def test_every_engine_with_contracts_is_looked_for(site: Path) -> None:
+    assert sorted(ENGINES.values()) == sorted(path.parent.name for path in COMPAT.glob("*/contracts.py"))
+    install(site, "sglang", "0.5.23")
+    found = installed_engines()["SGLang"]
+    assert found is not None and found.is_tested and "attention" in found.parts and not found.left
 
 
 @pytest.mark.parametrize(

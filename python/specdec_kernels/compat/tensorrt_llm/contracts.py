@@ -7,7 +7,8 @@ from ..contracts import Lines, Names, Parameters, Part
 __all__ = ["IN_INDEX", "NAME", "NGRAM_DRAFTER", "VERSIONS", "parts_of"]
 
 NAME = "TensorRT-LLM"
-# The version whose published sources were read. None has run: other versions get the drafter if their sources allow it.
+# The published sources were read file by file, around this version. None has run: a drafter reads the installed sources
+# of any other version first.
 VERSIONS = ("1.2.0rc2",)
 IN_INDEX = False  # the package index has no wheel
 
