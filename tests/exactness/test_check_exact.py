@@ -193,6 +193,7 @@ def test_command_reports_and_its_exit_code_says_what_it_found(
         assert f"DIFFERENCE: request {case.index} (completion, stop)" in said and "smallest: curl http://" in said
         assert [one["request"] for one in report["differences"]] == [case.index] and not report["exact"]
         assert report["differences"][0]["sent"]["body"]["seed"] == case.body["seed"]
+        assert report["token_ids"] and report["differences"][0]["sent"]["body"][IDS]
         assert cli.main([*command, "--only", str(case.index + 1)]) == 0
     assert "exact: 0 differences" in capsys.readouterr().out
 

@@ -131,9 +131,9 @@ def check_server(args: argparse.Namespace, url: str, options: Options) -> int:
         check = Run(ours, theirs, options, advance)
         result = measure(check)
     if args.report:
-        report = as_json(result, ours, theirs, options, args.command_line, __version__)
+        report = as_json(result, check.ours, check.theirs, options, args.command_line, __version__)
         Path(args.report).write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    show(result, ours)
+    show(result, check.ours)
     if not result.pairs or not result.complete:
         return 1 if result.pairs and not result.is_exact else 2
     return 0 if result.is_exact else 1
