@@ -19,7 +19,7 @@ from specdec_kernels.engine.text.json_schemas import held_to, moved
 from specdec_kernels.engine.text.patterns import FORMATS, REFUSED_FORMATS
 from specdec_kernels.server.protocol.requests import schema_of_calls
 from support.generated_schemas import GENERATED
-from support.held_schemas import CAT, HELD, INTEGER, STRING, A, check_text, closed, of_array
+from support.held_schemas import CAT, HELD, INTEGER, KINDS, STRING, A, check_text, closed, of_array, with_integer
 from support.schema_texts import accepts, new_matcher, random_texts
 
 pytest.importorskip("xgrammar")
@@ -30,11 +30,34 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     f"`{keyword}`": [
         ({"type": "object", "properties": {"a/b": {keyword: {}}}}, f"{keyword} at #/properties/a~1b, expected {NO_GRAMMAR}")
     ]
-    for keyword in (
-        *("$dynamicRef", "$recursiveRef", "contains", "else", "if", "maxContains", "minContains", "not", "then"),
-        "uniqueItems",
-    )
+    for keyword in ("$dynamicRef", "$recursiveRef", "contains", "maxContains", "minContains", "uniqueItems")
 } | {
+    "`if` of other schemas": [
+        (schema, f"if at {place}, expected the value of one property of an object, whose values an enum lists")
+        for schema, place in (
+            ({"if": {}, "then": STRING}, "#"), (KINDS | {"if": {"properties": {"x": {"const": 1}}}}, "#"),
+            ({"properties": KINDS["properties"], "if": {"properties": {"k": {"const": "a"}}}}, "#"),
+            (KINDS | {"if": {"properties": {"k": {"pattern": "a"}}}}, "#"), (KINDS | {"if": with_integer("k")}, "#"),
+            (KINDS | {"if": {"properties": {"k": {"const": "a"}}, "required": ["x"]}}, "#"),
+            (KINDS | {"if": {"properties": {"k": {"const": "a"}, "x": {"const": 1}}}}, "#"),
+            (KINDS | {"allOf": [A, {"if": {"minProperties": 1}}]}, "#/allOf/1"),
+        )
+    ] + [
+        (KINDS | {"if": {"properties": {"k": {"const": "a"}}}, "else": {"uniqueItems": True}},
+         f"uniqueItems at #/else, expected {NO_GRAMMAR}"),
+        (KINDS | {"allOf": [{"if": {"properties": {"k": {"const": "a"}}}}, {"uniqueItems": True}]},
+         f"uniqueItems at #/allOf/1, expected {NO_GRAMMAR}"),
+    ],
+    "`not` of other schemas": [
+        (schema, "not at #, expected types, values out of an enum beside it, or required properties of an object")
+        for schema in (
+            {"not": {}}, {"type": "number", "not": INTEGER}, {"not": {"const": 1}}, {"not": {"required": ["a"]}},
+            {"not": {"type": "string", "minLength": 2}},
+        )
+    ] + [
+        ({"type": "null", "not": {"type": "null"}}, "not at #, expected a schema that a value meets"),
+        ({"enum": [1], "not": {"enum": [1.0, 2]}}, "not at #, expected a schema that a value meets"),
+    ],
     "`oneOf` of schemas that may overlap": [
         ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf at #, expected schemas that no value meets together (not 0 and 1)"),
         ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "oneOf at #, expected schemas that no value meets together (not 0 and 1)"),

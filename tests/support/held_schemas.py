@@ -23,6 +23,11 @@ def closed(*required: str, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
 
 
+def with_integer(name: str) -> dict[str, Any]:
+    """Return a schema that requires an integer by that name."""
+    return {"properties": {name: INTEGER}, "required": [name]}
+
+
 def of_array(**more: Any) -> dict[str, Any]:
     return {"type": "array", **more}
 
@@ -30,6 +35,7 @@ def of_array(**more: Any) -> dict[str, Any]:
 CAT = closed("kind", kind={"const": "cat", "type": "string"}, lives=INTEGER)
 DOG = closed("kind", kind={"const": "dog", "type": "string"})
 A = {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}
+KINDS = {"type": "object", "properties": {"k": {"enum": ["a", "b", "c"]}, "x": INTEGER}, "required": ["k"]}
 DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
 
 # By the name in the table of docs/json_schemas.md.
@@ -125,6 +131,24 @@ HELD: dict[str, list[Any]] = {
         {"$ref": "#/$defs/a", "description": "of a", "$defs": {"a": closed(b=of_array(items={"$ref": "#/$defs/a"}))}},
         {"$ref": "#/$defs/x", "minimum": 3, "$defs": {"x": INTEGER}},
         {"$ref": "#/$defs/a", "properties": {"b": STRING}, "required": ["b"], "$defs": {"a": A}},
+    ],
+    "`if`, `then`, `else`": [
+        KINDS | {"if": {"properties": {"k": {"const": "a"}}}, "then": {"required": ["x"]}, "else": with_integer("y")},
+        {"type": "object", "properties": {"k": {"type": "boolean"}}, "if": {"properties": {"k": {"const": True}}, "required": ["k"]},
+         "then": with_integer("z")},
+        KINDS | {"allOf": [{"properties": {"k": {"enum": ["a", "b"]}}}, {"if": {"properties": {"k": {"const": "a"}}},
+         "then": with_integer("v")}, {"if": {"properties": {"k": {"const": "b"}}}, "then": with_integer("w")}]},
+        {"type": "object", "properties": {"k": {"enum": [1, 2]}}, "additionalProperties": False,
+         "if": {"properties": {"k": {"const": 1}}, "required": ["k"]}, "else": False},
+        {"type": "object", "properties": {"k": {"enum": [1, 2, "x"], "type": "integer"}, "a": STRING},
+         "additionalProperties": INTEGER, "if": {"properties": {"k": {"enum": [1.0, 5]}}}, "then": {"required": ["a"]}},
+        {"then": STRING, "type": "integer"},
+    ],
+    "`not`": [
+        {"not": STRING, "maximum": 9}, {"type": ["string", "null", "integer"], "not": {"type": ["null", "number"]}},
+        {"enum": [1, 2, "a"], "not": {"const": 1.0}}, {"type": "string", "enum": ["a", "b", "c"], "not": {"enum": ["b"]}},
+        {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "not": {"required": ["a", "b"]}},
+        {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "required": ["b"], "not": {"required": ["a"]}},
     ],
     "`dependentRequired`, `dependentSchemas`, `dependencies`": [
         {"type": "object", "properties": {"a": INTEGER, "b": INTEGER, "c": INTEGER}, "dependentRequired": {"a": ["b"], "b": ["c"]}},

@@ -72,10 +72,8 @@ def moved(schema: Schema, place: str) -> Schema:
 
 # --- schemas that a text is held to
 
-REFUSED = (
-    *("$dynamicRef", "$recursiveRef", "contains", "else", "if", "maxContains", "minContains", "not", "then"),
-    "uniqueItems",
-)
+REFUSED = ("$dynamicRef", "$recursiveRef", "contains", "maxContains", "minContains", "uniqueItems")
+CONDITION = ("if", "then", "else")
 IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")  # schemas that the same value meets
 KEYWORDS = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -122,6 +120,14 @@ class Names:
     has_choices: bool = False  # whether some of it counts depends on the value
 
 
+class Placed(dict[str, Any]):
+    """A schema with the place where it was given, for errors."""
+
+    def __init__(self, schema: dict[str, Any], place: str) -> None:
+        super().__init__(schema)
+        self.place = place
+
+
 class Conversion:
     """The conversion of one schema to one that llguidance holds to."""
 
@@ -151,9 +157,11 @@ class Conversion:
             return schema
         if not isinstance(schema, dict):
             raise refused(shown(schema), place, "a schema")
+        place = schema.place if isinstance(schema, Placed) else place
         for keyword in REFUSED:
             if keyword in schema and schema[keyword] is not False:
                 raise refused(keyword, place, "none (no grammar holds to it)")
+        schema = self.without_conditions(self.without_not(schema, place), place)
         if "$id" in schema and place != "#":
             raise refused("$id", place, "none but at #")
         asserted = [keyword for keyword in schema if keyword in ASSERTIONS]
@@ -217,6 +225,93 @@ class Conversion:
         if (name := self.discriminator(value)) is None:
             raise refused("oneOf", place, "schemas that no value meets together (not {} and {})".format(*overlap))
         return [{"allOf": [one, {"required": [name]}]} for one in converted]
+
+    # --- not and if
+
+    def without_not(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
+        """Write `not` of types, listed values or required properties in other keywords."""
+        if "not" not in schema:
+            return schema
+        others = {keyword: value for keyword, value in schema.items() if keyword != "not"}
+        given = schema["not"] if isinstance(schema["not"], dict) else {}
+        asserted = asserted_of(given)
+        if asserted == {"type"}:
+            types, excluded = self.types(schema, place) or [*TYPES], self.types(given, f"{place}/not")
+            if "number" in excluded or "integer" not in excluded or "number" not in types:
+                left = [one for one in types if one not in excluded and not (one == "integer" and "number" in excluded)]
+                return others | {"type": self.expect_any(left, place)}
+        elif asserted in ({"enum"}, {"const"}) and ({"enum", "const"} & {*schema}):
+            excluded = [as_key(value) for value in listed(given)]
+            del others["enum" if "enum" in others else "const"]
+            left = [one for one in listed(schema) if as_key(one) not in excluded]
+            return others | {"enum": self.expect_any(left, place)}
+        elif asserted == {"required"} and kinds_of(schema) == {"object"}:
+            names = required_of(given["required"], "required", f"{place}/not")
+            absent = [{"properties": {name: False}} for name in names]
+            return others | {"allOf": [*schema.get("allOf", []), {"anyOf": self.expect_any(absent, place)}]}
+        raise refused("not", place, "types, values out of an enum beside it, or required properties of an object")
+
+    def expect_any(self, values: list[Any], place: str) -> list[Any]:
+        """Return what `not` leaves; refuse it if that is nothing."""
+        if not values:
+            raise refused("not", place, "a schema that a value meets")
+        return values
+
+    def without_conditions(self, schema: dict[str, Any], place: str) -> dict[str, Any]:
+        """Write `if` about the values of a property, here and in schemas of `allOf`, as choices between them."""
+        conditions: list[tuple[dict[str, Any], str]] = []
+        every: list[Schema] = []
+        if "if" in schema:
+            conditions.append((schema, place))
+        for i, one in enumerate(given if isinstance(given := schema.get("allOf"), list) else ()):
+            if isinstance(one, dict) and "if" in one and not {*one} & ASSERTIONS:
+                conditions.append((one, f"{place}/allOf/{i}"))
+            else:
+                every.append(Placed(one, f"{place}/allOf/{i}") if isinstance(one, dict) else one)
+        if not conditions:
+            return schema
+        others = {keyword: value for keyword, value in schema.items() if keyword not in (*CONDITION, "allOf")}
+        return others | {"allOf": every + [{"anyOf": self.choices(schema, one, at)} for one, at in conditions]}
+
+    def choices(self, schema: dict[str, Any], condition: dict[str, Any], place: str) -> list[Schema]:
+        """Return what objects meet under a condition in each case: the values in it, the others, and no value."""
+        given = condition["if"] if isinstance(condition["if"], dict) else {}
+        properties, needed = given.get("properties"), given.get("required", [])
+        own = value if isinstance(value := schema.get("properties"), dict) else {}
+        asserted = asserted_of(given)
+        name = next(iter(properties), None) if isinstance(properties, dict) and len(properties) == 1 else None
+        values = self.values_of(own.get(name)) if name is not None else None
+        wanted = self.values_of(given["properties"][name]) if name is not None else None
+        is_plain = asserted <= {"properties", "required", "type"} and given.get("type", "object") == "object"
+        is_plain = is_plain and kinds_of(schema) == {"object"} and needed in ([], [name])
+        if not is_plain or values is None or wanted is None:
+            raise refused("if", place, "the value of one property of an object, whose values an enum lists")
+        keys = {as_key(value) for value in wanted}
+        branches = {keyword: condition.get(keyword, True) for keyword in CONDITION[1:]}
+        then, otherwise = (
+            Placed(one, f"{place}/{keyword}") if isinstance(one, dict) else one for keyword, one in branches.items()
+        )
+        parts = [
+            (then, [value for value in values if as_key(value) in keys]),
+            (otherwise, [value for value in values if as_key(value) not in keys]),
+        ]
+        found: list[Schema] = [
+            {"allOf": [{"properties": {name: {"enum": some}}, "required": [name]}, one]} for one, some in parts if some
+        ]
+        if name not in required_of(schema.get("required", []), "required", place):
+            found.append({"allOf": [{"properties": {name: False}}, otherwise if needed else then]})
+        return found
+
+    def values_of(self, schema: Schema) -> list[Any] | None:
+        """Return the values that a schema lists, if all that it asserts is that, or a type; None: it lists none."""
+        schema = self.resolved(schema)
+        if not isinstance(schema, dict) or not ({*schema} & {"enum", "const"} or schema.get("type") == "boolean"):
+            return None
+        values = listed(schema) if {*schema} & {"enum", "const"} else [False, True]
+        if not isinstance(values, list) or asserted_of(schema) - {"enum", "const", "type"}:
+            return None
+        types = self.types(schema, "#")
+        return [one for one in values if not types or any(is_of_type(one, kind) for kind in types)]
 
     # --- references
 
@@ -494,6 +589,9 @@ class Conversion:
             names.has_choices |= keyword != "allOf" and keyword in schema
             for one in value if isinstance(value := schema.get(keyword), list) else ():
                 self.collect(one, place, names, seen)
+        for keyword in CONDITION:
+            names.has_choices |= keyword in schema
+            self.collect(schema.get(keyword), place, names, seen)
         for keyword in DEPENDENT:
             for one in value.values() if isinstance(value := schema.get(keyword), dict) else ():
                 names.has_choices |= not isinstance(one, list)
@@ -567,6 +665,16 @@ def kinds_of(schema: dict[str, Any]) -> set[str]:
         return {kind_of(value) for value in schema.get("enum", [schema.get("const")])}
     types = schema.get("type", [])
     return {"number" if one == "integer" else one for one in ([types] if isinstance(types, str) else types)}
+
+
+def asserted_of(schema: dict[str, Any]) -> set[str]:
+    """Return the keywords of a schema that ask for something."""
+    return {*schema} & {*ASSERTIONS, *CONDITION, *REFUSED, "not"}
+
+
+def listed(schema: dict[str, Any]) -> Any:
+    """Return the values of `enum` or `const`."""
+    return schema["enum"] if "enum" in schema else [schema["const"]]
 
 
 def as_key(value: Any) -> str:
