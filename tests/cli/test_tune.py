@@ -12,7 +12,7 @@ import pytest
 from specdec_kernels import cli
 from specdec_kernels.cli import engine_flags, tune_measure
 from specdec_kernels.cli.tune_measure import Measured, Options, Row, options_of, timed
-from specdec_kernels.engine import Eagle3, Engine, SamplingParams
+from specdec_kernels.engine import Eagle3, Engine, Ngram, SamplingParams
 from specdec_kernels.engine.tuning import SCHEMA
 from specdec_kernels.tiny import tiny_model
 from support.tiny_checkpoint import held_out
@@ -226,6 +226,13 @@ def test_tuning_file_of_another_schema_is_refused(capsys: Capture, tmp_path: Pat
     assert capsys.readouterr().err == f"specdec generate: {message}"
     assert cli.main(["bench", "round", "--device", "cpu", "--tuning", str(file)]) == 2
     assert capsys.readouterr().err == f"specdec bench round: {message}"
+
+
+def test_ngram_draft_does_not_know_the_texts_of_an_earlier_measurement() -> None:
+    prompts = held_out("code")[:4]
+    with Engine(TARGET, Ngram(num_nodes=8), device="cpu", max_len=512, num_slots=1, adaptive=False) as engine:
+        first, again = (timed(engine, Options(0, 0, 8), 1, prompts, 24).accept_length for _ in range(2))
+    assert first == again
 
 
 def test_tune_measures_the_ngram_draft(capsys: Capture, tmp_path: Path) -> None:
