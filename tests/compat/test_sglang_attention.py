@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec_kernels.compat.sglang import attention as sglang_attention
 from specdec_kernels.compat.sglang.attention import TreeAttention, TreeAttentionSteps
 
 HEADS, KV_HEADS, DIM, PLACES = 4, 2, 64, 48
@@ -165,6 +166,21 @@ def test_prefill_matches_float64(device: torch.device) -> None:
         for j in range(n)
     ]
     close(got, expected(engine, q, sees))
+
+
+def test_preparation_of_a_replay_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang may capture what precedes a replay; it does without if that raises."""
+    engine = Engine([4], torch.device("cpu"))
+    backend = TreeAttention(engine.runner())
+    backend.init_cuda_graph_state(2, 2)
+    batch = engine.batch("decode", seq_lens=engine.lens, spec_info=None)
+    monkeypatch.setattr(sglang_attention, "is_capturing", lambda: True)
+    with pytest.raises(
+        RuntimeError, match=r"^specdec: replays cannot be prepared in a graph \(SGLANG_ENABLE_METADATA_GLUE"
+    ):
+        backend.init_forward_metadata_out_graph(batch)
+    monkeypatch.setattr(sglang_attention, "is_capturing", lambda: False)
+    backend.init_forward_metadata_out_graph(batch)
 
 
 def random_trees(requests: int, nodes: int) -> Tensor:

@@ -95,7 +95,14 @@ class TreeAttention:
             self._rows.mask = self._mask_of(forward_batch.spec_info, forward_batch.seq_lens[:bs], bs, per_request)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Fill the inputs of the graph before a replay or a capture."""
+        """Fill the inputs of the graph before a replay or a capture.
+
+        Raises:
+            RuntimeError: this is captured itself, with addresses that the next replay does not have. SGLang then
+                prepares its replays without a graph.
+        """
+        if is_capturing():
+            raise RuntimeError("specdec: replays cannot be prepared in a graph (SGLANG_ENABLE_METADATA_GLUE_GRAPH)")
         assert self._tables is not None and self._prefix_lens is not None
         bs, mode, spec_info = forward_batch.batch_size, forward_batch.forward_mode, forward_batch.spec_info
         if not is_uniform(mode):
@@ -320,6 +327,10 @@ def check_layer(layer: Any, others: dict[str, Any]) -> None:
         )
     if getattr(layer, "xai_temperature_len", -1) > 0:
         raise ValueError(f"specdec: layer {layer.layer_id} has a temperature by length, expected none")
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def is_tree(spec_info: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...ops import select_topk
 from . import functions
-from .attention import BACKEND, TreeAttention
+from .attention import BACKEND, TreeAttention, is_capturing
 from .ngram import ALGORITHM
 
 __all__ = [
@@ -137,10 +137,6 @@ def verify_logits(
     ):
         return original(processor, hidden_states, lm_head, logits_metadata, embedding_bias, use_logits_buffer)
     return torch.matmul(hidden_states, weight.T, out=narrow_logits(buffer, weight.dtype))
-
-
-def is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def ends_in_sample() -> bool:
