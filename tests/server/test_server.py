@@ -555,6 +555,24 @@ def test_forced_tool_choice_calls_tool(strict: Running) -> None:
     strict.wait_until_idle()
 
 
+def test_forced_call_of_parameters_that_may_be_no_object_has_an_object(strict: Running) -> None:
+    def body(parameters: dict[str, Any]) -> dict[str, Any]:
+        tool = {"type": "function", "function": {"name": "draw", "parameters": parameters}}
+        return {"model": NAME, "messages": messages(), "tools": [tool], "tool_choice": "required", "max_tokens": 100}
+
+    for parameters in ({"type": ["null", "object"], "maxProperties": 0}, {"anyOf": [{"type": "null"}, CLOSED]}):
+        status, _, data = strict.ask(CHAT, body(parameters))
+        assert status == 200, data
+        (choice,) = json.loads(data)["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+    assert strict.error(CHAT, body({"type": "string"})) == (
+        400,
+        'tools has parameters of the type "string", expected "object" ("draw" is called with an object)',
+        "tools",
+    )
+    strict.wait_until_idle()
+
+
 def test_texts_of_every_row_of_keywords_are_valid_and_the_same(strict: Running) -> None:
     """By the engine, `response_format` and forced calls; tests/server/test_schema_texts.py asks for fifty of each."""
     rows = [[schema for schema in row if schema is not True][:2] for row in (*HELD.values(), TOGETHER)]

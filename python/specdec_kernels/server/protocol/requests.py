@@ -271,6 +271,18 @@ def read_bias(bias: Object) -> dict[int, float]:
     return {int(token): float(value) for token, value in bias.items()}
 
 
+def schema_of_arguments(function: Object) -> Object:
+    """Return the JSON schema of the arguments of a function, which are an object; RequestError if it takes none."""
+    parameters: Object = function.get("parameters") or {}
+    if "$ref" in parameters:  # to what says it
+        return parameters
+    given = parameters.get("type", "object")
+    if given != "object" and not (isinstance(given, list) and "object" in given):
+        expected = f'"object" ({shown(function["name"])} is called with an object)'
+        raise RequestError(f"tools has parameters of the type {shown(given)}, expected {expected}", "tools")
+    return parameters | {"type": "object"}
+
+
 def schema_of_calls(tools: Sequence[Object]) -> Object:
     """Return the JSON schema of a call of one of the tools, whose parameters are definitions of it."""
     calls, definitions = [], {}
@@ -278,7 +290,7 @@ def schema_of_calls(tools: Sequence[Object]) -> Object:
         function = tool["function"]
         key = f"{index}.{function['name']}"
         place = f"#/$defs/{escaped(key)}"
-        definitions[key] = moved(function.get("parameters") or {"type": "object"}, place)
+        definitions[key] = moved(schema_of_arguments(function), place)
         calls.append(
             {
                 "type": "object",
