@@ -18,7 +18,6 @@ from specdec_kernels.engine import SamplingParams
 from specdec_kernels.server.protocol import requests
 from specdec_kernels.tiny import tiny_model
 from support import lm_eval_session
-from support.leaks import expect_nothing_left
 from support.request_engines import make_engine, prompts
 from support.server_thread import NAME, Running, serving
 from support.tiny_checkpoint import reference_model, tokenizer
@@ -31,14 +30,6 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 def server(request: pytest.FixtureRequest) -> Iterator[Running]:
     with serving(make_engine(request.param, max_len=256, prefix_cache=True, prefill_chunk=32)) as running:
         yield running
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.client() as client:
-        yield client
-    server.wait_until_idle()
-    expect_nothing_left(server.engine)
 
 
 def ask(server: Running, path: str = COMPLETIONS, **body: Any) -> dict[str, Any]:

@@ -38,13 +38,6 @@ def server() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.client() as client:
-        yield client
-    server.wait_until_idle()
-
-
 def text_of(tokens: list[int]) -> Any:
     messages = json.loads(tokenizer().decode(tokens))
     return [{k: v for k, v in message.items() if k != "thinking"} for message in messages]  # another name of reasoning

@@ -59,14 +59,6 @@ def server() -> Iterator[Running]:
         yield running
 
 
-@pytest.fixture
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.client() as client:
-        yield client
-    server.wait_until_idle()
-    expect_nothing_left(server.engine)
-
-
 # --- texts
 
 
