@@ -437,7 +437,8 @@ void add_scheduler(py::module_& m) {
       optional_object("extra", py::none(), [](Submission& s, const py::object& extra) { s.extra = held(extra); }),
       optional("constrained", &Submission::constrained), optional("migrated", &Submission::migrated),
       optional("cacheable", &Submission::cacheable), optional("shares_prefix", &Submission::shares_prefix),
-      optional("priority", &Submission::priority), optional("timeout_ns", &Submission::timeout_ns));
+      optional("priority", &Submission::priority), optional("timeout_ns", &Submission::timeout_ns),
+      optional("client", &Submission::client));
   py::class_<PyAdmittedRequest> admitted(m, "AdmittedRequest", "a request that gets a slot");
   def_fields(admitted, required("id", &PyAdmittedRequest::id), required("tokens", &PyAdmittedRequest::tokens),
              optional("ngram_group", &PyAdmittedRequest::ngram_group), optional("extra", &PyAdmittedRequest::extra),

@@ -190,6 +190,7 @@ void Scheduler::assign_slots() {
     if (prefix_.pages_unknown) return;
     if (!given_back_.empty()) send({});  // slots and pages are given back before they are assigned again
     Request& request = slots_.hold(std::move(waiting_.front()));
+    request.tail.reset();
     request.text.reserve(std::min(request.text.size() + request.remaining, static_cast<size_t>(config_.max_len)));
     waiting_.pop_front();
     request.num_known_tokens = std::ssize(request.text);

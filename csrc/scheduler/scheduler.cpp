@@ -98,6 +98,7 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
   constexpr int32_t kLeast = std::numeric_limits<int32_t>::min(), kMost = std::numeric_limits<int32_t>::max();
   check.range("priority", submission.priority, kLeast, kMost);
   request->priority = static_cast<int32_t>(submission.priority);
+  request->client = submission.client;
   const int64_t now = round::nanoseconds();
   check.range("timeout_ns", submission.timeout_ns, 0, kNoDeadline - now);
   if (submission.timeout_ns > 0) request->deadline = now + submission.timeout_ns;
@@ -108,7 +109,8 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
 
 // Queues requests and returns the id of the first. The turn of a request is the number of those that had left the queue
 // when it came; that of each further one of a call is kTurns later. So among requests of other calls, which come while
-// those of a large call wait, every kTurns-th slot is the large call's.
+// those of a large call wait, every kTurns-th slot is the large call's. The requests of a client queue in the same way,
+// whatever their calls, while some of them wait.
 int64_t Scheduler::queue(const char* op, std::span<std::unique_ptr<Request>> requests) {
   const std::lock_guard lock(mutex_);
   if (stopping_)
@@ -117,12 +119,28 @@ int64_t Scheduler::queue(const char* op, std::span<std::unique_ptr<Request>> req
   turn_ = std::max(turn_, first - (static_cast<int64_t>(live_ids_.size()) - num_held_));
   int64_t turn = turn_;
   for (auto& request : requests) {
-    request->turn = std::exchange(turn, turn + kTurns);
+    if (request->client == 0) {
+      request->turn = std::exchange(turn, turn + kTurns);
+    } else {
+      request->tail = tail_of(request->client);
+      request->turn = std::max(turn_, *request->tail);
+      *request->tail = request->turn + kTurns;
+    }
     live_ids_.insert(request->id = next_id_++);
     submitted_.push_back(std::move(request));
   }
   state_changed_.notify_all();
   return first;
+}
+
+// Returns the turn after the waiting requests of a client, which these share. Called under the lock.
+std::shared_ptr<int64_t> Scheduler::tail_of(int64_t client) {
+  std::shared_ptr<int64_t> tail = tails_[client].lock();
+  if (!tail) {
+    std::erase_if(tails_, [](const auto& other) { return other.second.expired(); });
+    tails_[client] = tail = std::make_shared<int64_t>(turn_);
+  }
+  return tail;
 }
 
 bool Scheduler::cancel(int64_t request_id) {

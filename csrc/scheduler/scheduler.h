@@ -24,10 +24,12 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
 #include <stdexcept>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "scheduler/budget.h"
@@ -59,6 +61,7 @@ struct Submission {
   bool shares_prefix = true;         // as in Request
   int64_t priority = 0;              // lower values come first
   int64_t timeout_ns = 0;            // from now on; 0: none
+  int64_t client = 0;                // its waiting requests queue as those of one call do; 0: no client
 };
 
 // A running request: its slot, and its text, whose last token is the root.
@@ -171,6 +174,7 @@ class Scheduler {
   // --- submitting (scheduler.cpp); messages name this op
   std::unique_ptr<Request> make_request(const char* op, const Submission& submission) const;
   int64_t queue(const char* op, std::span<std::unique_ptr<Request>> requests);
+  std::shared_ptr<int64_t> tail_of(int64_t client);
 
   // --- the turn (loop.cpp)
   bool turn();
@@ -274,7 +278,8 @@ class Scheduler {
   bool stopping_ = false;
   bool finished_ = false;  // `run` has returned for good
   Pause pause_;
-  int64_t turn_ = 0;  // of a request that comes now; see queue
+  int64_t turn_ = 0;                                           // of a request that comes now; see queue
+  std::unordered_map<int64_t, std::weak_ptr<int64_t>> tails_;  // by client: the turn after its waiting requests
   int64_t next_id_ = 0;
 
   UpdateQueue update_queue_;

@@ -825,6 +825,7 @@ class Submission:
         shares_prefix: bool = True,
         priority: int = 0,
         timeout_ns: int = 0,
+        client: int = 0,
     ) -> None: ...
     @property
     def max_new_tokens(self) -> int: ...

@@ -346,9 +346,7 @@ def test_migration_refuses_inexact_requests(tmp_path: Path) -> None:
             ({"params": exported.values["params"] | {"loud": 1}}, "loud, expected none among params"),
         ):
             assert refused(a, with_values(**values)) == f"import_request: request has {why}"
-        assert refused(a, with_values(params={})) == (
-            "import_request: request lacks constrain_after, expected it among params"
-        )
+        assert refused(a, with_values(params={})) == ("import_request: request lacks client, expected it among params")
         tokens = exported.values["prompt"]
         assert refused(a, with_values(prompt=tokens * 20)) == (
             f"import_request: request has {20 * len(tokens) + len(exported.values['tokens'])} tokens, "

@@ -313,6 +313,7 @@ def test_priorities_order_those_who_wait() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"client": -1}, "SamplingParams: client is -1, expected 0 to 2147483647"),
         ({"priority": 2**31}, "SamplingParams: priority is 2147483648, expected -2147483648 to 2147483647"),
         ({"timeout": 0}, "SamplingParams: timeout is 0, expected seconds above 0, or None"),
         ({"timeout": math.inf}, "SamplingParams: timeout is inf, expected seconds above 0, or None"),
@@ -762,3 +763,25 @@ def test_large_call_lets_later_requests_pass() -> None:
             request.result()
     assert [name for name in ended if name.isdecimal()] == names
     assert ended.index("one") <= 4 and ended.index("two") <= 6
+
+
+def test_many_calls_of_a_client_let_those_of_others_pass() -> None:
+    """They queue as one large call would, and keep their order. Those of nobody keep that of arrival."""
+    ended: list[str] = []
+    with Engine(tiny_model("target"), device="cpu", max_len=64, num_slots=1, adaptive=False) as engine:
+        waits = []
+
+        def submit(name: str, client: int) -> None:
+            request = engine.submit([5 + len(waits), 6], SamplingParams(4, ignore_eos=True, client=client))
+            request.add_done_callback(lambda _: ended.append(name))
+            waits.append(request)
+
+        with rounds_held(engine):
+            for i in range(12):
+                submit(str(i), client=1)
+            submit("one", client=2)
+            submit("two", client=3)
+        for request in waits:
+            request.result()
+    assert [name for name in ended if name.isdecimal()] == [str(i) for i in range(12)]
+    assert ended.index("one") <= 3 and ended.index("two") <= 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import http.client
 import importlib.util
 import json
 import re
@@ -1013,6 +1014,25 @@ def test_configuration_of_a_tokenizer_is_json() -> None:
     one = SimpleNamespace(init_kwargs=given, chat_template=None)
     want = {"bos_token": "<s>", "added": {"3": "b"}, "list": [1, None], "tokenizer_class": "SimpleNamespace"}
     assert configuration_of(one, None) == want
+
+
+def test_requests_of_an_address_are_those_of_one_client(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    tasks = server.app.state.server.tasks
+    submit = tasks.submit_tokens
+
+    def noting(token_lists: Any, params: Any) -> Any:
+        found.extend(one.client for one in params)
+        return submit(token_lists, params)
+
+    monkeypatch.setattr(tasks, "submit_tokens", noting)
+    for address in ("127.0.0.1", "127.0.0.2", "127.0.0.1"):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, source_address=(address, 0))
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": TEXT, "max_tokens": 1}))
+        assert connection.getresponse().status == 200
+        connection.close()
+    one, two, again = found
+    assert one == again != two and min(found) > 0
 
 
 def samples(running: Running) -> dict[str, float]:

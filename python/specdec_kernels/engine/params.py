@@ -23,7 +23,7 @@ MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
 BACKENDS = {"json_schema": "llguidance", "regex": "llguidance", "grammar": "xgrammar"}  # of constraints
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "n", "priority", "ngram_group")
+INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "seed", "n", "priority", "client", "ngram_group")
 # Kinds of other values than None.
 KINDS: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("ignore_eos", bool, "true or false"),
@@ -89,6 +89,8 @@ class SamplingParams:
         priority: requests with a lower number get a slot first, and keep it longest if pages run out; then the order of
             submission decides, in which a large call lets later ones pass. A running request is not interrupted to let
             another start.
+        client: whose request it is: 1 to 2^31 - 1, or 0 for nobody's. While requests of a client wait, its further ones
+            queue as the texts of one large call do, so that those of others pass them. Does not change the text.
         timeout: seconds from submission to end, waiting included, above 0. A late request ends with
             `FinishReason.TIMEOUT` after the round that runs then; the output keeps the tokens up to then. None: no
             limit.
@@ -122,6 +124,7 @@ class SamplingParams:
     logprobs: bool | int | None = None
     prompt_logprobs: bool | int | None = None
     priority: int = 0
+    client: int = 0
     timeout: float | None = None
     speculation: Literal["on", "off"] | int = "on"
 
@@ -186,6 +189,7 @@ class SamplingParams:
         nodes = self.speculation
         good = nodes in ("on", "off") or (isinstance(nodes, Integral) and nodes is not True and 1 <= int(nodes) < 2**31)
         expect("speculation", good, allowed)
+        expect("client", 0 <= self.client < 2**31, "0 to 2147483647")
         expect("ngram_group", 0 <= self.ngram_group < 2**31, "0 to 2147483647")
 
     @classmethod

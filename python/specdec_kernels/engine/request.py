@@ -188,6 +188,7 @@ class BaseRequest:
             shares_prefix=self._prompt_scores is None,
             priority=params.priority,
             timeout_ns=params.timeout_ns,
+            client=params.client,
         )
 
     def done(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import secrets
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -105,7 +106,8 @@ class Server:
             token_lists = await self._unless_gone(request, self._prepare(parsed))
             parsed.check_prompts(token_lists)
             think = self._think_tokens(parsed, token_lists[0]) if is_chat else None
-            requests = self._submit(parsed if think is None else after_reasoning(parsed, think), token_lists, arrival)
+            ready = parsed if think is None else after_reasoning(parsed, think)
+            requests = self._submit(ready, token_lists, arrival, client_of(request))
         request.scope["facts"] |= {"requests": requests, "model": self.settings.model_name}
         return ResponseBuilder(
             parsed,
@@ -216,13 +218,15 @@ class Server:
             task.cancel()
             watcher.cancel()
 
-    def _submit(self, parsed: ParsedRequest, token_lists: list[list[int]], arrival: float) -> list[AsyncRequest]:
+    def _submit(
+        self, parsed: ParsedRequest, token_lists: list[list[int]], arrival: float, client: int
+    ) -> list[AsyncRequest]:
         """Submit every choice of every prompt, or none."""
         most = self.settings.max_prompt_tokens
         for tokens in token_lists:
             if most is not None and len(tokens) > most:
                 raise RequestError(f"the prompt has {len(tokens)} tokens, expected at most {most}", "prompt")
-        params = [parsed.params] * len(token_lists)
+        params = [replace(parsed.params, client=client)] * len(token_lists)
         try:
             with unavailable_as_503():
                 requests = self.tasks.submit_tokens(token_lists, params)
@@ -366,6 +370,11 @@ class Server:
         if size > most:
             raise RequestError(f"the body has {size} bytes or more, expected at most {most}", status=413)
         return b"".join(parts)
+
+
+def client_of(request: Request) -> int:
+    """Return the number of a client, by its address."""
+    return 1 + zlib.crc32(request.client.host.encode()) % (2**31 - 1) if request.client else 0
 
 
 def after_reasoning(parsed: ParsedRequest, think: ThinkTokens) -> ParsedRequest:
