@@ -31,7 +31,7 @@ FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema"
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["text", "special"])
-def reasoner(request: pytest.FixtureRequest) -> Iterator[Running]:
+def server(request: pytest.FixtureRequest) -> Iterator[Running]:
     """Yield a server whose model has tags that are in its texts, or are special tokens."""
     pytest.importorskip("xgrammar")
     pytest.importorskip("llguidance")
@@ -44,13 +44,6 @@ def reasoner(request: pytest.FixtureRequest) -> Iterator[Running]:
 
 async def compile_at_submission(_: SamplingParams) -> None:
     """Try no grammar out in another process, which takes seconds to start."""
-
-
-@pytest.fixture
-def client(reasoner: Running) -> Iterator[OpenAI]:
-    with reasoner.client() as client:
-        yield client
-    reasoner.wait_until_idle()
 
 
 def ask(client: OpenAI, text: str = OPENED, **given: Any) -> Any:
