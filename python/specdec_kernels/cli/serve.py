@@ -195,7 +195,8 @@ def export_traces(url: str) -> Callable[[], None]:
     provider = TracerProvider(resource=Resource.create({"service.name": "specdec"}))  # or OTEL_SERVICE_NAME's
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
     trace.set_tracer_provider(provider)
-    return provider.shutdown
+    shutdown: Callable[[], None] = provider.shutdown
+    return shutdown
 
 
 def check(args: argparse.Namespace) -> None:
