@@ -67,7 +67,7 @@ _PROCESSORS = {
 }
 
 # Arguments of transformers that this loop does not use.
-_UNUSED = {"position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
+_UNUSED = {"position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep", "cache_position"}
 
 
 def generate(
@@ -356,9 +356,10 @@ def _check_config(config: GenerationConfig) -> None:
 
 
 def _check_model_kwargs(model_kwargs: dict[str, Any]) -> None:
-    cache = model_kwargs.get("past_key_values")
+    name = "cache" if "cache" in model_kwargs else "past_key_values"  # since transformers 5.24, and before
+    cache = model_kwargs.get(name)
     if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("hf.generate: past_key_values holds a text already, expected an empty cache or None")
+        raise ValueError(f"hf.generate: {name} holds a text already, expected an empty cache or None")
     for name, value in model_kwargs.items():
         nothing = value is None or (isinstance(value, dict) and not value)  # no image, say, of a model that takes some
         if not nothing and name not in _UNUSED and name != "attention_mask":

@@ -27,6 +27,7 @@ from transformers import (
 
 from specdec_kernels import hf
 from specdec_kernels.engine import Draft, Eagle3, Standalone
+from specdec_kernels.models.backends.module_copy import cache_name
 from specdec_kernels.ngram import NgramIndex
 from specdec_kernels.tiny import tiny_model
 from support.tiny_checkpoint import held_out, reference_model, tokenizer
@@ -231,7 +232,7 @@ def test_how_transformers_computes_means_nothing(model: Any, device: torch.devic
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     want = model.generate(**batch, **options)
     for name, value in {
-        "past_key_values": DynamicCache(), "cache_implementation": "static", "use_cache": False,
+        cache_name(model): DynamicCache(), "cache_implementation": "static", "use_cache": False,
         "renormalize_logits": True,
     }.items():  # fmt: skip
         got = model.generate(**batch, **options, **{name: value}, custom_generate=hf.generate)
@@ -335,9 +336,10 @@ def test_refuses_the_rest_by_name(model: Any) -> None:
         "hf.generate: the longest text may have 103 tokens, expected at most 64"
     )
     filled = DynamicCache()
-    model(**batch, past_key_values=filled)
-    assert message(model, batch, past_key_values=filled) == (
-        "hf.generate: past_key_values holds a text already, expected an empty cache or None"
+    name = cache_name(model)
+    model(**batch, **{name: filled})
+    assert message(model, batch, **{name: filled}) == (
+        f"hf.generate: {name} holds a text already, expected an empty cache or None"
     )
     model.generate(**batch, max_new_tokens=4, do_sample=False, pad_token_id=0, custom_generate=hf.generate, max_len=64)
     assert "may have 103 tokens" in message(model, batch, max_new_tokens=100, max_len=64)  # also where it is kept

@@ -23,6 +23,7 @@ from specdec_kernels.engine import startup as opening
 from specdec_kernels.engine.device.prefill_graphs import captured_shapes
 from specdec_kernels.models.backends import native
 from specdec_kernels.models.backends.attention_hook import hook_rotations, running_hook, use_hook
+from specdec_kernels.models.backends.module_copy import cache_name
 from specdec_kernels.models.backends.select import open_language_model
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
@@ -247,7 +248,7 @@ def test_module_that_counts_the_rows_of_its_cache_is_refused() -> None:
     model.model.layers[1].input_layernorm = norm
 
     def look(body: Any, _: Any, named: dict[str, Any]) -> None:
-        cache = named.get("past_key_values")
+        cache = named.get(cache_name(model))
         body.layers[1].input_layernorm.seen = 0 if cache is None else cache.get_seq_length()
 
     model.model.register_forward_pre_hook(look, with_kwargs=True)

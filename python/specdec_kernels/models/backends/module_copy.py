@@ -34,6 +34,11 @@ def replaced_submodule(model: Any, path: str, replacement: nn.Module) -> Any:
     return whole
 
 
+def cache_name(module: nn.Module) -> str:
+    """Return what the forward pass calls its cache: `cache` since transformers 5.24, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+
 def accepted(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
     """Select the arguments that the module's forward pass takes by name."""
     parameters = inspect.signature(module.forward).parameters

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from .attention_hook import UnsupportedModel, marker_like, use_hook
-from .module_copy import accepted
+from .module_copy import accepted, cache_name
 
 ORDER = (3, 0, 6, 1, 5, 2, 4)  # of the rows in the second pass
 FAR = 10**5  # the first position, and the rows that the cache of the third pass claims to have
@@ -83,7 +83,7 @@ def check_places(model: nn.Module, arguments: Callable[[Tensor, Tensor], dict[st
     moved = recorded(model, arguments(tokens[:, order], positions[:, order]))
     expect_alike(model, [(module, rows[order]) for module, rows in first], moved, exact=False)
     try:
-        after = recorded(model, arguments(tokens, positions) | {"past_key_values": FarCache(begin)})
+        after = recorded(model, arguments(tokens, positions) | {cache_name(model): FarCache(begin)})
     except Exception:  # takes caches of its own class alone
         return
     expect_alike(model, first, after, exact=True)

@@ -20,7 +20,7 @@ from ..language_model import LanguageModel
 from ..layers.moe import QuantizedExperts
 from ..layers.paged_batch import PagedBatch
 from ..layers.quantized import QuantizedLinear
-from .module_copy import accepted, shared_copy
+from .module_copy import accepted, cache_name, shared_copy
 
 PREFIX = 21  # tokens, fewer if max_len leaves no room
 CHUNK = 12  # tokens of the prefix in the first pass
@@ -152,8 +152,9 @@ def own_logits(model: Any, tokens: Tensor, prefix: int, parents: list[int]) -> t
         rows += [(at, logits[depth]) for depth, at in enumerate(path)]
     begin = sequence.shape[1] - 1
     if begin:
-        first = run(model, sequence[:, :begin], 0, use_cache=True)
-        cached = run(model, sequence, begin, use_cache=True, past_key_values=first.past_key_values).logits[0, -1:]
+        name = cache_name(model)
+        cache = getattr(run(model, sequence[:, :begin], 0, use_cache=True), name)
+        cached = run(model, sequence, begin, use_cache=True, **{name: cache}).logits[0, -1:]
     else:
         cached = logits[-1:]
     by_node = dict(rows)
