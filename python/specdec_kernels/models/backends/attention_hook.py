@@ -7,6 +7,7 @@ the running pass: a probe when a model is loaded (`attention_probe`), paged atte
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -156,7 +157,7 @@ def hook_rotations(model: nn.Module) -> None:
     for the process, and other users of the file get what they got: no hook runs in their threads.
     """
     for module in model.modules():
-        forward = type(module).forward
+        forward = inspect.unwrap(type(module).forward)  # without its decorators
         names = getattr(getattr(forward, "__code__", None), "co_names", ())
         if ROTATION in names and ROTATION in forward.__globals__:
             with _hooking:
