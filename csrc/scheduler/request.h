@@ -78,7 +78,7 @@ struct alignas(64) Request {
   int32_t priority = 0;
   int64_t client = 0;                   // as in Submission
   int64_t turn = 0;                     // in the queue, within its priority; see Scheduler::queue
-  std::shared_ptr<int64_t> tail = {};   // of its client, until it gets a slot; see Scheduler::queue
+  std::shared_ptr<int64_t> tail = {};   // shared by its client's waiting requests; see Scheduler::queue
   int64_t deadline = kNoDeadline;       // of round::nanoseconds
   std::shared_ptr<void> extra = {};     // as in Admitted
   PrefixCache::Node* prefix = nullptr;  // the shared pages, locked; null: none

@@ -110,7 +110,7 @@ std::unique_ptr<Request> Scheduler::make_request(const char* op, const Submissio
 // Queues requests and returns the id of the first. The turn of a request is the number of those that had left the queue
 // when it came; that of each further one of a call is kTurns later. So among requests of other calls, which come while
 // those of a large call wait, every kTurns-th slot is the large call's. The requests of a client queue in the same way,
-// whatever their calls, while some of them wait.
+// whatever their calls, by how many of them wait: one whose requests always wait owes nothing for those that ran.
 int64_t Scheduler::queue(const char* op, std::span<std::unique_ptr<Request>> requests) {
   const std::lock_guard lock(mutex_);
   if (stopping_)
@@ -123,8 +123,8 @@ int64_t Scheduler::queue(const char* op, std::span<std::unique_ptr<Request>> req
       request->turn = std::exchange(turn, turn + kTurns);
     } else {
       request->tail = tail_of(request->client);
-      request->turn = std::max(turn_, *request->tail);
-      *request->tail = request->turn + kTurns;
+      const int64_t num_before = request->tail.use_count() - 1;
+      request->turn = *request->tail = std::max(turn_ + kTurns * num_before, *request->tail);
     }
     live_ids_.insert(request->id = next_id_++);
     submitted_.push_back(std::move(request));
@@ -133,7 +133,7 @@ int64_t Scheduler::queue(const char* op, std::span<std::unique_ptr<Request>> req
   return first;
 }
 
-// Returns the turn after the waiting requests of a client, which these share. Called under the lock.
+// Returns the turn of a client's last request, which its waiting requests share. Called under the lock.
 std::shared_ptr<int64_t> Scheduler::tail_of(int64_t client) {
   std::shared_ptr<int64_t> tail = tails_[client].lock();
   if (!tail) {

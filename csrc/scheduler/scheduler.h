@@ -279,7 +279,7 @@ class Scheduler {
   bool finished_ = false;  // `run` has returned for good
   Pause pause_;
   int64_t turn_ = 0;                                           // of a request that comes now; see queue
-  std::unordered_map<int64_t, std::weak_ptr<int64_t>> tails_;  // by client: the turn after its waiting requests
+  std::unordered_map<int64_t, std::weak_ptr<int64_t>> tails_;  // by client: the turn of its last waiting request
   int64_t next_id_ = 0;
 
   UpdateQueue update_queue_;

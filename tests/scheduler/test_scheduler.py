@@ -322,6 +322,31 @@ def test_round_after_prefill_sees_earlier_rounds() -> None:
     device.run()
 
 
+def test_client_that_always_has_requests_waiting_keeps_half_of_the_slots() -> None:
+    """However many of its requests ran before those of another client came."""
+    device = Device(Sizes(num_slots=1, batch_sizes=(1,)))
+    begun: list[int] = []
+    begin = device.begin
+    device.begin = lambda slot, request: (begun.append(request.id), begin(slot, request))[1]  # type: ignore[method-assign]
+
+    def serve(until: int) -> None:
+        """Let the first client always have three requests that wait."""
+        while len(begun) < until:
+            while device.scheduler.num_waiting < 3:
+                device.submit([1], 1, client=1)
+            device.step()
+
+    serve(100)
+    for _ in range(40):
+        device.submit([1], 1, client=2)
+    served = len(begun)
+    for _ in range(20):
+        device.submit([1], 1, client=1)
+    while len(begun) < served + 40:
+        device.step()
+    assert 18 <= sum(device.sent[one].client == 1 for one in begun[served : served + 40]) <= 22
+
+
 @pytest.mark.parametrize("rounds_in_flight", [1, 2])
 def test_a_prompt_costs_a_pass_and_a_first_round(rounds_in_flight: int) -> None:
     """One of a single token, too. Who wants no more has ended with that."""

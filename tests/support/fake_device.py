@@ -203,6 +203,7 @@ class Sent:
     extra: Any = None
     constrained: bool = False
     priority: int = 0
+    client: int = 0
     timeout_ns: int = 0
     turn: int = 0  # in the queue, within its priority
     rounds: int = 0  # but for first ones
@@ -279,16 +280,20 @@ class Device:
             "seed": (-1) ** request_id * (request_id + 2**40),
         }
 
-    def submit(self, prompt: list[int], max_new_tokens: int, stop_tokens: list[int] = []) -> int:  # noqa: B006
+    def submit(self, prompt: list[int], max_new_tokens: int, stop_tokens: list[int] = [], client: int = 0) -> int:  # noqa: B006
         number = len(self.sent)
-        if number % 2:
+        if number % 2 and not client:
             (request_id,) = self.submit_many([(prompt, max_new_tokens, stop_tokens)])
             return request_id
         wants = self.wants(number, max_new_tokens)
-        options = self.sampling(number) | wants | {"streams": self.streams, "ngram_group": number % 5}
+        options = self.sampling(number) | wants | {"streams": self.streams, "ngram_group": number % 5, "client": client}
         turn = self.next_turn()
+        if client:
+            held = {slot.request_id for slot in self.slots.values()}
+            before = [s.turn for i, s in self.sent.items() if s.client == client and not s.reason and i not in held]
+            turn = max(turn + 2 * len(before), *before, 0)
         request_id = self.scheduler.submit(submission(prompt, max_new_tokens, stop_tokens, **options))
-        self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens, **wants, turn=turn)
+        self.sent[request_id] = Sent(prompt, max_new_tokens, stop_tokens, **wants, client=client, turn=turn)
         return request_id
 
     def wants(self, number: int, max_new_tokens: int) -> dict[str, Any]:
