@@ -266,3 +266,8 @@ def distance(one: float | None, other: float | None) -> float:
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     return abs(one - other)
+
+
+def common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return the number of characters or tokens with which both begin."""
+    return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))

@@ -217,6 +217,11 @@ class Draws:
         return self.text(self.rng.randint(4, most))
 
 
+def logprob_fields(path: str, num_top: int) -> dict[str, Any]:
+    """Return the fields that ask for log-probabilities of tokens and of alternatives."""
+    return {"logprobs": num_top} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": num_top}
+
+
 def make_case(seed: int, index: int, limits: Limits, usable: Collection[str]) -> Case:
     """Return a request; features that are not usable are left out of it.
 
@@ -252,7 +257,7 @@ def make_case(seed: int, index: int, limits: Limits, usable: Collection[str]) ->
         body["min_tokens"] = body["max_tokens"]
     num_top = rng.choice([0, 2, 5])
     if "logprobs" in features:
-        body |= {"logprobs": num_top} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": num_top}
+        body |= logprob_fields(path, num_top)
     depth, leaves_after, num_turns = rng.choice(DEPTHS), rng.choice([1, 2, 4, 8]), rng.randint(1, 2)
     prompt = draws.prompt(features)
     turns = tuple(draws.text(draws.rng.randint(2, 12)) for _ in range(num_turns)) if "multi-turn" in features else ()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .answers import Answer, Choice, Mismatch, Token, compare, logprob_distance
+from .answers import Answer, Choice, Mismatch, Token, common_length, compare, logprob_distance
 from .cases import COMPLETIONS, Case
 from .client import Refused
 from .places import cause_by_ids
@@ -366,8 +366,3 @@ def agrees_longer(candidate: Choice, a: Choice, b: Choice, chars: int = SURE_CHA
     if len(text) <= parts_at:  # `a` is the beginning of `b`
         return candidate.said() == text and candidate.finish_reason == a.finish_reason
     return candidate.said().startswith(text[: parts_at + chars])
-
-
-def common_length(a: str, b: str) -> int:
-    """Return the number of characters with which both texts begin."""
-    return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))

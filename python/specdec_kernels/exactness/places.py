@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from .answers import Answer, Choice
-from .cases import COMPLETIONS
+from .answers import Answer, Choice, common_length
+from .cases import COMPLETIONS, logprob_fields
 from .questions import (
     DIFFERENCE,
     EDITS,
@@ -65,7 +65,7 @@ def cause_by_ids(judge: Judging, question: Question, ours: Choice, theirs: Choic
     num_begun, worst = 0, None
     while True:
         rest = text[num_begun:]
-        at = common_count(rest, have)
+        at = common_length(rest, have)
         if at == len(rest) and (worst is not None or at == len(have)):
             return worst or Cause(DIFFERENCE, "the same tokens are answered otherwise", is_rounding=False)
         if at == min(len(rest), len(have)):
@@ -151,10 +151,8 @@ def from_prefix(
 
 def scores(judge: Judging, side: Side, asked: Question, index: int) -> Scored | None:
     """Return the token ids of an answer and the log-probabilities at each place; None if it has none."""
-    fields: dict[str, Any] = {"logprobs": NUM_TOP}
-    if asked.path != COMPLETIONS:
-        fields = {"logprobs": True, "top_logprobs": NUM_TOP}
-    asked = asked.with_fields(**fields, return_tokens_as_token_ids=True) if "logprobs" in judge.usable else asked
+    if "logprobs" in judge.usable:
+        asked = asked.with_fields(**logprob_fields(asked.path, NUM_TOP), return_tokens_as_token_ids=True)
     answer = attempt(lambda: asked.to_ours(side) if side is judge.ours else asked.to_theirs(side))
     if not isinstance(answer, Answer) or index >= len(answer.choices):
         return None
@@ -209,7 +207,7 @@ def led_margin(judge: Judging, side: Side, asked: Question, index: int, want: li
     for _ in range(MOST_LED):
         if found is None:
             return None
-        at = common_count(found[0], want)
+        at = common_length(found[0], want)
         if at == len(want):
             return largest
         if at == len(found[0]):
@@ -317,8 +315,3 @@ def drawn_probability(asked: Question, token: int, top: Scores) -> float:
     is_filtered = any(name in asked.body for name in FILTERS)
     own = weights.get(token, math.exp((LEAST_LOGPROB - best) / temperature))
     return min(own / (sum(kept) if is_filtered and kept else total or 1.0), 1.0)
-
-
-def common_count(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return with how many tokens both begin."""
-    return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .answers import Answer
-from .cases import COMPLETIONS
+from .cases import logprob_fields
 from .client import Failed, Refused
 from .sides import Side
 
@@ -63,10 +63,7 @@ class Question:
     @property
     def scored(self) -> Question:
         """Return the same request with log-probabilities, to its end."""
-        fields: Object = {"logprobs": NUM_TOP}
-        if self.path != COMPLETIONS:
-            fields = {"logprobs": True, "top_logprobs": NUM_TOP}
-        return replace(self.with_fields(**fields), leaves_after=None)
+        return replace(self.with_fields(**logprob_fields(self.path, NUM_TOP)), leaves_after=None)
 
     @property
     def is_greedy(self) -> bool:

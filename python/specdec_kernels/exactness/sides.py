@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from .answers import Answer, Token, distance
-from .cases import BOTH, CHAT, COMPLETIONS, EXTRAS, FEATURES, IDS, NEEDS_SWITCH, Limits, make_case
+from .cases import BOTH, CHAT, COMPLETIONS, EXTRAS, FEATURES, IDS, NEEDS_SWITCH, Limits, logprob_fields, make_case
 from .client import Endpoint, Failed, Refused
 from .material import KINDS, text_of
 
@@ -192,7 +192,7 @@ def small_body(path: str) -> Object:
 def extra_body(name: str, path: str) -> Object:
     """Return members of features that are not drawn by `Feature.fields`."""
     if name == "logprobs":
-        return {"logprobs": 5} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 5}
+        return logprob_fields(path, 5)
     known: dict[str, Object] = {
         "token ids": {"prompt": [5, 6, 7]},
         "several prompts": {"prompt": ["Hi", "Ho"]},
