@@ -6,7 +6,6 @@ Without a model it needs the standard library only.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import sys
@@ -96,7 +95,7 @@ def collect() -> dict[str, Any]:
     """Return what is installed."""
     import specdec_kernels as sd
 
-    from ..compat.installed import installed_engines
+    from ..compat.installed import installed_engines, installed_version
     from ..driver import driver_version
     from ..ops._op_list import native_halves, public_ops
 
@@ -134,14 +133,6 @@ def engine_line(engine: dict[str, Any] | None) -> str:
     left = "".join(f"; not {part}: {reason}" for part, reason in engine["left"].items())
     reason = f" ({engine['reason']})" if engine["reason"] and not left else ""
     return f"{engine['version']}{untested}, gets {', '.join(engine['takes_over']) or 'nothing'}{left}{reason}"
-
-
-def installed_version(name: str) -> str | None:
-    """Return a package's version, None if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def torch_facts() -> dict[str, Any]:

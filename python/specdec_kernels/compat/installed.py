@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from .version_gate import QUIET, Takeover, numbers, parts_to_take_over
 
-__all__ = ["installed_engines"]
+__all__ = ["installed_engines", "installed_version"]
 
 # Engines by their names, with the package of compat that has their contracts.
 ENGINES = {"SGLang": "sglang", "vLLM": "vllm", "TensorRT-LLM": "tensorrt_llm"}
@@ -49,6 +49,7 @@ def transformers_takeover() -> Takeover | None:
 
 
 def installed_version(package: str) -> str | None:
+    """Return a package's version; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
