@@ -84,7 +84,7 @@ class Parameters(Contract):
 
     def _broken(self, found: Found) -> str | None:
         assert isinstance(found, list)
-        if tuple(found[: len(self.names)] if self.more else found) == self.names:
+        if is_expected(found, self.names, self.more):
             return None
         wanted = ", ".join([*self.names, *(["..."] if self.more else [])])
         return f"{self.place} has the parameters ({', '.join(found)}), expected ({wanted})"
@@ -160,7 +160,7 @@ class Exactly(Contract):
 
     def _broken(self, found: Found) -> str | None:
         assert isinstance(found, list)
-        if tuple(found[: len(self.names)] if self.more else found) == self.names:
+        if is_expected(found, self.names, self.more):
             return None
         differing = sorted({*found} ^ {*self.names}) or ["another order"]
         return f"{self.place} has other {self.kind} ({', '.join(differing)})"
@@ -242,6 +242,11 @@ class Sources:
         for name in filter(None, path.split(".")):
             node = next((one for one in definitions(node) if one.name == name), None) if node else None
         return node
+
+
+def is_expected(found: Sequence[str], names: tuple[str, ...], more: bool) -> bool:
+    """Return whether names are the expected ones, after which others may follow if `more`."""
+    return tuple(found[: len(names)] if more else found) == names
 
 
 def parsed(text: str | None) -> ast.Module | None:
