@@ -66,7 +66,7 @@ def test_grammar_beyond_a_limit_is_refused_by_name(server: Running, fields: dict
 def test_bystanders_do_not_wait_for_grammars_of_clients_that_leave(server: Running) -> None:
     """A grammar takes seconds of CPU time; bystanders are answered before the first of them ends, and none ever does."""
     compiler = server.app.state.server.grammars
-    verdicts = dict(compiler._verdicts)
+    verdicts = compiler._verdicts.items()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as clients:
         patch.setattr(compiler, "_limits", replace(compiler._limits, seconds=300))
         for i in range(8):
@@ -78,7 +78,7 @@ def test_bystanders_do_not_wait_for_grammars_of_clients_that_leave(server: Runni
         assert server.ask("/health")[0] == 200
         assert compiler._num_waiting == 8
     wait_for(lambda: compiler._num_waiting == 0)  # all have left: nothing is compiled any more
-    assert compiler._verdicts == verdicts
+    assert compiler._verdicts.items() == verdicts
     assert server.app.state.server._num_prepared == 0
 
 
@@ -154,7 +154,11 @@ def test_verdicts_are_bounded_by_bytes() -> None:
         for i in [*range(100), 0, *range(100, 200), 0, 1]:
             with pytest.raises(ValueError):
                 await compiler.compile(SamplingParams(regex=str(i)))
-            assert compiler._verdict_bytes == sum(map(len, compiler._verdicts.values())) <= MAX_VERDICT_BYTES
+            assert (
+                compiler._verdicts.num_bytes
+                == sum(len(one) for _, one in compiler._verdicts.items())
+                <= MAX_VERDICT_BYTES
+            )
         assert len(compiler._verdicts) == MAX_VERDICT_BYTES // 8011 and compiler.num_tried == 201
 
     asyncio.run(refuse_many())

@@ -10,14 +10,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..engine import Engine, SamplingParams
 from ..engine.grammar_worker import MAX_ANSWER_BYTES, Answer, Job, start
-from ..engine.text.source_cache import num_bytes
+from ..engine.text.source_cache import BoundedCache, num_bytes
 from .protocol import RequestError
 
 NUM_COMPILING = 2  # at a time; others wait
@@ -55,9 +54,8 @@ class GrammarCompiler:
         self._slots, self._threads = asyncio.Semaphore(NUM_COMPILING), asyncio.Semaphore(NUM_COMPILING)
         self._starting: asyncio.Task[socket.socket] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # of digests: "" or an error
+        self._verdicts: BoundedCache[bytes, str] = BoundedCache(MAX_VERDICTS, MAX_VERDICT_BYTES)  # "" or an error
         self._deadlines: dict[object, float] = {}
-        self._verdict_bytes = 0
         self._num_waiting = self._waiting_bytes = 0
 
     async def compile(self, params: SamplingParams) -> None:
@@ -84,26 +82,17 @@ class GrammarCompiler:
         self._waiting_bytes += size
         try:
             async with self._slots:
-                verdict = self._verdicts.get(digest)
-                if verdict is None:
-                    verdict = await self._try_out(kind, source)
-                    self._remember(digest, verdict)
+                if (known := self._verdicts.find(digest)) is not None:
+                    verdict = known[0]
                 else:
-                    self._verdicts.move_to_end(digest)
+                    verdict = await self._try_out(kind, source)
+                    self._verdicts.put(digest, verdict, num_bytes(verdict))
         finally:
             self._num_waiting -= 1
             self._waiting_bytes -= size
         if verdict:
             raise ValueError(verdict)
         await self._in_thread(lambda: self._inputs.compile_grammars([params]))
-
-    def _remember(self, digest: bytes, verdict: str) -> None:
-        """Keep a verdict, and forget the least recently used ones for which there is no room."""
-        verdicts = self._verdicts
-        self._verdict_bytes += num_bytes(verdict) - num_bytes(verdicts.pop(digest, ""))
-        verdicts[digest] = verdict
-        while len(verdicts) > MAX_VERDICTS or self._verdict_bytes > MAX_VERDICT_BYTES:
-            self._verdict_bytes -= num_bytes(verdicts.popitem(last=False)[1])
 
     async def _try_out(self, kind: str, source: str) -> str:
         """Return "" if a grammar compiles within the limits, else why not."""
