@@ -64,6 +64,7 @@ class Comparison:
         max_len: of the engines, None: what requests need.
         limit: seconds of a process.
         together: engines that start at the same time.
+        served: whether requests go to the engine's server, as streams.
         folders: where to look for an engine's packages first.
         out: folder of the checkpoints.
     """
@@ -82,6 +83,7 @@ class Comparison:
     max_len: int | None
     limit: float
     together: int
+    served: bool
     folders: dict[str, list[str]]
     out: Path
     device: torch.device
@@ -111,16 +113,18 @@ def compare_engines(c: Comparison, command: str) -> dict[str, Any] | None:
             print(f"specdec bench engines: {engine} is not installed and left out", file=sys.stderr)
     results: list[Result] = []
     engines: dict[str, Any] = {}
-    for group in groups_of(here, c.algorithms, c.together):
+    for group in groups_of(here, c.algorithms, c.together, served=c.served):
         for (engine, _), (lines, facts) in zip(group, run_engines(c, runs, group), strict=True):
             results += lines
             engines[engine] = facts or engines.get(engine, {})
     return record(results, c.device, None, command) | {"engines": engines} if results else None
 
 
-def groups_of(engines: Sequence[str], algorithms: Sequence[str], together: int) -> list[list[tuple[str, str]]]:
+def groups_of(
+    engines: Sequence[str], algorithms: Sequence[str], together: int, *, served: bool = False
+) -> list[list[tuple[str, str]]]:
     """Group pairs of engine and algorithm that start at the same time."""
-    pairs = [(engine, name) for name in algorithms for engine in engines if can_run(engine, ALGORITHMS[name])]
+    pairs = [(e, name) for name in algorithms for e in engines if can_run(e, ALGORITHMS[name], served=served)]
     return [pairs[at : at + together] for at in range(0, len(pairs), together)]
 
 
@@ -242,6 +246,7 @@ def run_engine(
         repeats=c.repeats,
         turns=None if turns is None else str(turns),
         runners=runners,
+        served=c.served,
     )
     with TemporaryDirectory() as folder:
         source, target, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
@@ -261,6 +266,7 @@ def run_engine(
             "engine": engine, "algorithm": algorithm, "batch": batch, **steps_of(algorithm), "shape": c.shape,
             "layers": c.layers, "accept": accept, "input": c.input, "output": c.output, "short": c.short,
             "max_len": job.max_len, "dtype": job.dtype,
+            **({"served": True} if job.served else {}),
         }  # fmt: skip
         if batch in measured:
             answers = [request.answer for wave in runs[-1] for request in wave]

@@ -164,6 +164,49 @@ def test_sglang_runner_passes_options(name: str, ngram: str, monkeypatch: pytest
         assert started[-1]["max_running_requests"] == 5  # one that is read in chunks counts twice
 
 
+SERVER = """
+import sys, json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+flags = sys.argv[1:]
+assert "--skip-tokenizer-init" in flags and flags[flags.index("--attention-backend") + 1] == "fa3"
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *of): pass
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404); self.end_headers()
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        count = body["sampling_params"]["max_new_tokens"]
+        self.send_response(200 if self.path == "/generate" and count < 9 else 400); self.end_headers()
+        for n in range(1, count + 1):
+            event = {"output_ids": [body["input_ids"][0]] * n, "meta_info": {"spec_verify_ct": n}}
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\\n\\n")
+        self.wfile.write(b"data: [DONE]\\n\\n")
+ThreadingHTTPServer(("127.0.0.1", int(flags[flags.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_sglang_runner_streams_from_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/__init__.py").touch()
+    (tmp_path / "sglang/launch_server.py").write_text(SERVER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SPECDEC_SGLANG", "")
+    batches = [[[[[1]] * 4]]]
+    job = engines.Job("sglang_fa3", "tree", "target", "head", "cuda", "bfloat16", 64, batches, 2, 8, 1, served=True)
+    runner = importlib.import_module("specdec_kernels.bench.compare.engines.sglang_fa3").Runner(
+        job, engines.ALGORITHMS["tree"]
+    )
+    try:
+        generated = runner.generate([[5], [6], [7]], 4)
+        assert generated.tokens == [[5] * 4, [6] * 4, [7] * 4] and generated.rounds == 12
+        with pytest.raises(RuntimeError, match=r"^/generate answered b'HTTP/1.1 400 .*', expected a stream of events"):
+            runner.generate([[5]], 9)
+    finally:
+        runner.engine.shutdown()
+
+
 def test_bench_engines_drafts_ngrams_from_prompts_with_two_runs_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -313,6 +356,7 @@ def test_worker_turn_waits_for_other_engines(tmp_path: Path, monkeypatch: pytest
     ours, tree, vllm = ("ours", "plain"), ("ours", "tree"), ("vllm", "plain")
     assert engine_comparison.groups_of(["ours", "vllm"], ["plain", "tree"], 2) == [[ours, vllm], [tree]]
     assert engine_comparison.groups_of(["ours", "vllm"], ["plain", "tree"], 1) == [[ours], [vllm], [tree]]
+    assert engine_comparison.groups_of(["ours", "sglang"], ["tree"], 2, served=True) == [[("sglang", "tree")]]
 
 
 def test_how_installed_names_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ class Job:
     repeats: int
     turns: str | None = None  # the folder in which engines that share a GPU take turns
     runners: int = 1  # engines that share the GPU
+    served: bool = False  # requests are streams of the engine's server
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,14 @@ def is_installed(engine: str, folders: list[str]) -> bool:
     return importlib.util.find_spec(PACKAGES[engine]) is not None
 
 
-def can_run(engine: str, algorithm: Algorithm) -> bool:
+def can_run(engine: str, algorithm: Algorithm, *, served: bool = False) -> bool:
     """Return whether an engine has an algorithm that another entry does not cover.
 
-    Only ours has adaptive trees, and vLLM has no trees. SGLang uses FA3 by default except for trees.
+    Only ours has adaptive trees, and vLLM has no trees. SGLang uses FA3 by default except for trees. Only SGLang's
+    server is timed here; `specdec bench server` times ours.
     """
+    if served and PACKAGES[engine] != "sglang":
+        return False
     if algorithm.adaptive:
         return engine == "ours"
     if engine == "sglang_fa3":

@@ -1,4 +1,4 @@
-"""SGLang through its offline engine, with the settings that its documentation gives for EAGLE-3 and n-grams.
+"""SGLang through its offline engine or its server, with the settings that its documentation gives.
 
 Written for 0.5.17.
 """
@@ -53,9 +53,11 @@ class Runner:
 
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
         os.environ["SPECDEC_SGLANG"] = "1" if self.plugin else "0"  # before a process of it starts
-        import sglang
-
-        self.engine = sglang.Engine(
+        if job.served:
+            from .sglang_server import Server as Engine
+        else:
+            from sglang import Engine
+        self.engine = Engine(
             skip_tokenizer_init=True,  # prompts and outputs are token ids
             disable_radix_cache=True,  # or repeated prompts would be free in this engine only
             **settings(job, algorithm, self.ngram),

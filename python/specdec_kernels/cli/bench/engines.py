@@ -80,6 +80,9 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument(
         "--together", type=at_least(1), default=1, metavar="N", help="engines that start at the same time (1)"
     )
+    parser.add_argument(
+        "--served", action="store_true", help="send requests to SGLang's server, as streams, all at once"
+    )
     add_device(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the checkpoints")
     add_json(parser)
@@ -127,6 +130,7 @@ def comparison_of(args: argparse.Namespace, device: Any) -> Any:
         batches=args.batch,
         limit=args.limit,
         together=args.together,
+        served=args.served,
         folders=dict(args.path),
         out=args.out,
         device=device,
