@@ -6,9 +6,11 @@ Written for 0.5.17.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from . import Algorithm, Generated, Job, kv_tokens, max_batch
+from .sglang_server import Server
 
 
 def version() -> str:
@@ -53,11 +55,12 @@ class Runner:
 
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
         os.environ["SPECDEC_SGLANG"] = "1" if self.plugin else "0"  # before a process of it starts
-        if job.served:
-            from .sglang_server import Server as Engine
-        else:
-            from sglang import Engine
-        self.engine = Engine(
+        make: Callable[..., Any] = Server
+        if not job.served:
+            import sglang
+
+            make = sglang.Engine
+        self.engine = make(
             skip_tokenizer_init=True,  # prompts and outputs are token ids
             disable_radix_cache=True,  # or repeated prompts would be free in this engine only
             **settings(job, algorithm, self.ngram),
