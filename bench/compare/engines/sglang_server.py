@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from urllib.request import urlopen
 
 HOST = "127.0.0.1"
 EVENT = b"data: {"
+SECONDS_TO_END = 30.0
 
 
 class Server:
@@ -34,7 +33,8 @@ class Server:
             free.bind((HOST, 0))
             self.port = free.getsockname()[1]
         command = [sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(self.port)]
-        self._process = subprocess.Popen([*command, *flags_of(options)], start_new_session=True)
+        # It stays in this process group, which is killed when the time is up.
+        self._process = subprocess.Popen([*command, *flags_of(options)])
         atexit.register(self.shutdown)
         while not self._is_ready():
             if (code := self._process.poll()) is not None:
@@ -58,9 +58,12 @@ class Server:
         return [last_event(received) for received in asyncio.run(ask())]
 
     def shutdown(self) -> None:
-        """End the server and the processes that it has started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """End the server, which ends the processes that it has started."""
+        self._process.terminate()
+        try:
+            self._process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
             self._process.wait()
 
 
