@@ -27,6 +27,7 @@ import torch
 import specdec_kernels
 from specdec_kernels.compat import version_gate
 from specdec_kernels.compat.contracts import Names, Parameters, Sources
+from specdec_kernels.compat.sglang import choice as sglang_choice
 from specdec_kernels.compat.sglang import functions as sglang
 from specdec_kernels.compat.sglang import plugin as sglang_plugin
 from specdec_kernels.compat.sglang import rounds as sglang_rounds
@@ -69,13 +70,15 @@ def test_imports_are_contracts(version: str) -> None:
     }
     imported = {
         f"{node.module}.{alias.name}"
-        for ours in (sglang_plugin, sglang_rounds)
+        for ours in (sglang_choice, sglang_plugin, sglang_rounds)
         for node in ast.walk(ast.parse(Path(str(ours.__file__)).read_text()))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sglang.")
         for alias in node.names
     }
     assert len(imported) >= 18
     of_some = set() if host_of(version).mlp_sync_takes_args else {"sglang.srt.runtime_context.get_server_args"}
+    if not host_of(version).declares_arguments:
+        of_some |= {one for one in imported if ".model_override_base." in one or one.endswith(".declare_resolution")}
     assert imported - held == of_some
 
 
@@ -218,7 +221,7 @@ def test_plugin_registers_all_parts(
         sglang_plugin.register()
     assert host.choices == ["specdec"] and set(host.backends) == {"specdec"}
     hooked = [target for target, _, _ in host.hooks]
-    assert len(hooked) == len(set(hooked)) == 12
+    assert len(hooked) == len(set(hooked)) == 13 and host_of(version).model_step in hooked
     assert {f"{FACTORY}.create_decode_backend", f"{FACTORY}.create_draft_extend_backend"} <= set(hooked)
     kernels = {target for target in hooked if not target.startswith("sglang.srt.")}
     tree, sampling = host_of(version).tree_kernels, host_of(version).sampling_kernel
@@ -254,10 +257,10 @@ def test_plugin_without_kernels_leaves_functions(
     with caplog.at_level(logging.INFO):
         sglang_plugin.register()
     assert {target for target, _, _ in host.hooks} == {
-        f"{FACTORY}.create_decode_backend", f"{FACTORY}.create_draft_extend_backend"
+        host_of(VERSIONS[0]).model_step, f"{FACTORY}.create_decode_backend", f"{FACTORY}.create_draft_extend_backend"
     }  # fmt: skip
     assert caplog.messages == [
-        "specdec: SGLang 0.5.17 has attention, draft attention, SPECDEC_NGRAM; its functions stay its own, since this "
+        "specdec: SGLang 0.5.17 has attention, attention choice, draft attention, SPECDEC_NGRAM; its functions stay its own, since this "
         "build has no CUDA kernels"
     ]
 

@@ -35,6 +35,11 @@ class Host:
         has_draft_wrapper: whether `attn_backend_wrapper_for_draft_decode` exists.
         has_sparse_drafts: whether the factory of draft attention has a `qsa_profile`.
         translates_kv: whether runners have a `kv_index_translator`.
+        declares_arguments: whether arguments are resolved by functions that declare what they decide, instead of by
+            methods that assign it.
+        argument_steps: where these are called.
+        attention_fields: the class of arguments of attention backends.
+        speculation_fields: that of arguments of speculation.
     """
 
     tree_kernels: str = "sgl_kernel"
@@ -63,15 +68,37 @@ class Host:
     has_draft_wrapper: bool = False
     has_sparse_drafts: bool = False
     translates_kv: bool = False
+    declares_arguments: bool = False
+    argument_steps: str = "sglang.srt.server_args:ServerArgs.__post_init__"
+    attention_fields: str = "sglang.srt.server_args:ServerArgs"
+    speculation_fields: str = "sglang.srt.server_args:ServerArgs"
+
+    @property
+    def model_step(self) -> str:
+        """Return the first step of arguments' resolution that reads the model's configuration."""
+        if self.declares_arguments:
+            return "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
+        return "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
 
 
 # What each version changed. The first has the defaults.
 CHANGES: dict[str, dict[str, Any]] = {
-    "0.5.18": {"width_parameters": ("phase", "spec_algorithm", "is_draft_worker", "num_draft_tokens")},
-    "0.5.19": {"mlp_sync_takes_args": False, "has_draft_wrapper": True, "translates_kv": True},
+    "0.5.18": {
+        "width_parameters": ("phase", "spec_algorithm", "is_draft_worker", "num_draft_tokens"),
+        "argument_steps": "sglang.srt.server_args:ServerArgs._run_resolution_pipeline",
+    },
+    "0.5.19": {
+        "mlp_sync_takes_args": False,
+        "has_draft_wrapper": True,
+        "translates_kv": True,
+        "declares_arguments": True,
+        "argument_steps": "sglang.srt.arg_groups.pipeline:run_resolution_pipeline",
+    },
     "0.5.20": {
         "sample_parameters": ("verify_input", "batch", "logits_output", "grammar_mask", "uno_target_max_top_k"),
         "has_sparse_drafts": True,
+        "attention_fields": "sglang.srt.arg_groups.fields.exec_:ExecKernel",
+        "speculation_fields": "sglang.srt.arg_groups.fields.spec:Spec",
     },
     "0.5.21": {
         "tree_kernels": "sglang.kernels.ops.speculative.tree",
@@ -304,6 +331,7 @@ def parts_of(version: str) -> tuple[Part, ...]:
     )
     return (
         attention(host),
+        attention_choice(host),
         draft_attention,
         *kernels(host),
         draft_topk,
@@ -416,6 +444,70 @@ def attention(host: Host) -> Part:
             Lines("sglang.srt.runtime_context", "'attn_cp_size'"),
             *context("get_parallel", "get_spec"),
         ),
+    )
+
+
+def attention_choice(host: Host) -> Part:
+    groups, server_args = "sglang.srt.arg_groups", "sglang.srt.server_args:ServerArgs"
+    steps = ("model_specific_adjustments", "deterministic_inference", "attention_backend_compatibility")
+    if host.declares_arguments:
+        base = f"{groups}.model_override_base"
+        default = f"{base}:get_default_attn_backend"
+        access: tuple[Contract, ...] = (
+            Parameters(f"{groups}.model_hook:handle_model_specific_adjustments", ("server_args",)),
+            Parameters(f"{groups}.overrides:declare_resolution", ("server_args", "source")),
+            Parameters(f"{base}:model_config_of", ("server_args",)),
+            Parameters(f"{base}:use_mla_backend", ("server_args",)),
+            Parameters(default, ("server_args", "use_mla_backend", "model_config")),
+            Names(f"{groups}.overrides", ("declare_resolution",)),
+            Names(base, ("get_default_attn_backend", "model_config_of", "use_mla_backend")),
+            *(Lines(host.argument_steps, f"handle_{step}") for step in steps),
+        )
+    else:
+        default = f"{server_args}._get_default_attn_backend"
+        access = (
+            Parameters(f"{server_args}._handle_model_specific_adjustments", ("self",)),
+            Parameters(f"{server_args}.get_model_config", ("self",)),
+            Parameters(f"{server_args}.use_mla_backend", ("self",)),
+            Parameters(default, ("self", "use_mla_backend", "model_config")),
+            *(Lines(host.argument_steps, f"self._handle_{step}()", 1) for step in steps),
+        )
+    view = f"resolved_view({'server_args' if host.declares_arguments else 'self'})"
+    return Part(
+        "attention choice",
+        (
+            *HOOKS,
+            *access,
+            Names(f"{groups}.overrides", ("resolved_view",)),
+            # A backend without a name gets SGLang's default; a phase without one follows the common backend.
+            Lines(f"{groups}.overrides:_attention_backend_default", "if view.attention_backend is None:"),
+            Lines(
+                f"{groups}.{'model_override_base' if host.declares_arguments else 'overrides'}:attention_backends_of",
+                "cfg.decode_attention_backend if cfg.decode_attention_backend else cfg.attention_backend",
+            ),
+            Lines(default, f"is_no_spec_infer_or_topk_one({view}):\n            return 'fa3'"),
+            Parameters(f"{groups}.speculative_hook:_auto_choose_speculative_params", ("server_args", "model_arch")),
+            Names(f"{groups}.speculative_hook", ("_auto_choose_speculative_params",)),
+            Names(
+                "sglang.srt.configs.model_config:ModelConfig",
+                (
+                    *("hf_config", "head_dim", "v_head_dim", "has_attention_sinks", "attention_chunk_size"),
+                    *("is_encoder_decoder", "is_hybrid_swa"),
+                ),
+            ),
+            Names(
+                host.attention_fields,
+                ("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+            ),
+            Names(
+                host.speculation_fields,
+                (
+                    *("speculative_algorithm", "speculative_eagle_topk", "speculative_adaptive"),
+                    "speculative_draft_attention_backend",
+                ),
+            ),
+        ),
+        needs=("attention",),
     )
 
 

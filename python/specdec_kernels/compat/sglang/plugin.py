@@ -3,7 +3,8 @@
 It registers the attention backend `specdec` (`--attention-backend specdec`, `--speculative-draft-attention-backend
 specdec`) and the algorithm `SPECDEC_NGRAM` in SGLang's registries. Through SGLang's hooks it replaces the functions
 that build and verify trees by those of `compat.sglang`, wraps other functions of a round in those of
-`compat.sglang.rounds`, and gives drafts their attention.
+`compat.sglang.rounds`, gives drafts their attention, and leaves plain decoding, chains and unknown models to SGLang's
+own attention (`compat.sglang.choice`).
 In versions of SGLang that are not in `VERSIONS`, only the parts whose contracts hold are registered; with
 `SPECDEC_SGLANG=0` in the environment, none. Uninstalling the package, or leaving it out of SGLANG_PLUGINS, removes all
 of it.
@@ -20,6 +21,7 @@ from ..version_gate import parts_to_take_over, take_over
 from . import functions as sglang
 from . import rounds as sglang_rounds
 from .attention import BACKEND, DraftStepAttention, TreeAttention, TreeAttentionSteps
+from .choice import choose_attention
 from .contracts import VERSIONS, Host, host_of, parts_of
 from .ngram import ALGORITHM, NgramTrees
 
@@ -36,6 +38,7 @@ def register() -> None:
     host = host_of(found.base)
     registrations = {
         "attention": register_attention,
+        "attention choice": lambda: register_choice(host),
         "draft attention": register_drafts,
         "SPECDEC_NGRAM": register_ngram,
     }
@@ -97,6 +100,10 @@ def make_backend(model_runner: Any) -> Any:
 
     nodes = None if model_runner.is_draft_worker else get_spec().speculative_num_draft_tokens
     return SpecdecBackend(model_runner, num_draft_tokens=nodes)
+
+
+def register_choice(host: Host) -> None:
+    register_functions({host.model_step: (partial(choose_attention, declares=host.declares_arguments), "AROUND")})
 
 
 def register_drafts() -> None:

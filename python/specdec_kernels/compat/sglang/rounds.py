@@ -35,6 +35,7 @@ __all__ = [
 MAX_TOPK = 64  # limit of select_topk
 # Algorithms whose trees our attention verifies. SGLang passes their logits to `eagle_sample` and nothing else.
 VERIFIED = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", ALGORITHM)
+BRANCHING = ("NGRAM", ALGORITHM)  # those of them that draft trees whatever speculative_eagle_topk is
 
 
 # --- a draft's best tokens ---
