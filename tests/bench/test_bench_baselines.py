@@ -155,9 +155,14 @@ def xqa(
 
 def flash_attn_with_kvcache(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, causal: bool,
-    return_softmax_lse: bool = False,
+    return_softmax_lse: bool = False, cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None,
+    scheduler_metadata: Tensor | None = None,
 ) -> Any:  # fmt: skip
     assert cache_seqlens.dtype == page_table.dtype == torch.int32
+    if cu_seqlens_q is not None:
+        assert max_seqlen_q == 1 and torch.equal(cu_seqlens_q, torch.arange(len(q) + 1)) and q.dim() == 3
+        assert scheduler_metadata is not None and torch.equal(scheduler_metadata, cache_seqlens)
+        q = q[:, None]
     results, n = [], q.shape[1]
     for b, count in enumerate(cache_seqlens.tolist()):
         seen = torch.ones(n, count, dtype=torch.bool).tril(count - n if causal else count)
@@ -165,6 +170,10 @@ def flash_attn_with_kvcache(
         results.append(attend(q[b], k, v, seen, q.shape[3] ** -0.5))
     out, lse = (torch.stack(parts) for parts in zip(*results, strict=True))
     return (out, lse.transpose(1, 2)) if return_softmax_lse else out
+
+
+def get_scheduler_metadata(*, cache_seqlens: Tensor, **_sizes: Any) -> Tensor:
+    return cache_seqlens.clone()
 
 
 def merge_state_v2(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,7 +184,9 @@ def merge_state_v2(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[
 DOUBLES = {
     "flashinfer.prefill": SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PrefillWrapper),
     "flashinfer.decode": SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa),
-    "sgl_kernel.flash_attn": SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache),
+    "sgl_kernel.flash_attn": SimpleNamespace(
+        flash_attn_with_kvcache=flash_attn_with_kvcache, get_scheduler_metadata=get_scheduler_metadata
+    ),
     "sgl_kernel": SimpleNamespace(merge_state_v2=merge_state_v2),
     "sglang.kernels.ops.speculative.tree": SimpleNamespace(
         verify_tree_greedy=greedy, build_tree_kernel_efficient=build, reconstruct_indices_from_tree_mask=from_mask
@@ -248,18 +259,33 @@ def test_sglang_baseline_check_finds_another_tree() -> None:
             compare(tokens, first_child, next_sibling)
 
 
-@pytest.mark.parametrize(("nodes", "page_size", "kv", "others"), [
-    (9, 16, "same", 4),
-    (40, 64, "same", 4),
-    (9, 3, "same", 3),
-    (9, 16, "fp8", 0),
+MASKED, XQA, CHAIN, PASSES = "flashinfer custom mask", "flashinfer xqa", "fa3 causal chain", "fa3 two passes"
+
+
+@pytest.mark.parametrize(("nodes", "mode", "page_size", "kv", "others"), [
+    (9, "tree", 16, "same", [MASKED, XQA, CHAIN, PASSES]),
+    (40, "tree", 64, "same", [MASKED, XQA, CHAIN, PASSES]),
+    (9, "tree", 3, "same", [MASKED, CHAIN, PASSES]),
+    (9, "tree", 16, "fp8", []),
+    (6, "chain", 16, "same", [MASKED, XQA, CHAIN]),
+    (1, "chain", 16, "same", [MASKED, CHAIN, "fa3 decode"]),
 ])  # fmt: skip
-def test_baselines_of_tree_attention(nodes: int, page_size: int, kv: str, others: int, baseline_doubles: None) -> None:
+def test_baselines_of_tree_attention(
+    nodes: int, mode: str, page_size: int, kv: str, others: list[str], baseline_doubles: None
+) -> None:
     """XQA has pages of 16 and more, and none takes 8-bit KV with 16-bit queries here."""
-    params = {"batch": 3, "prefix": 50, "nodes": nodes, "page_size": page_size, "lengths": "uneven", "kv": kv}
+    params = {
+        "batch": 3,
+        "prefix": 50,
+        "nodes": nodes,
+        "mode": mode,
+        "page_size": page_size,
+        "lengths": "uneven",
+        "kv": kv,
+    }
     work = CASES["tree_attention"].make(CPU, params | {"dtype": "bfloat16", "max_len": 0})
     check(work)
-    assert len(work.packages) == others
+    assert [other.name for other in work.packages] == others
 
 
 def test_run_skips_failing_baseline(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,15 @@
-"""FlashAttention-3 from SGLang's package or its own (written for sgl-kernel 0.3 and flash_attn_interface 3.0).
+"""FlashAttention-3 from SGLang's package or its own (written for sglang-kernel 0.4.10 and flash_attn_interface 3.0).
 
-It has no tree masks. Its causal chain reads the same bytes: a lower bound, not a baseline. A tree takes two passes, as
-in SGLang's `fa3` backend: the prefix for all rows, then each row alone over the tail rows that it attends to; the two
-results are merged by their sums of exponentials.
+It has no tree masks. Its causal chain reads the bytes that a tree reads: a lower bound, not a baseline. A tree takes
+two passes, as in SGLang's `fa3` backend: the prefix for all rows, then each row alone over the tail rows that it
+attends to; the two results are merged by their sums of exponentials. For plain decoding SGLang computes the schedule of
+tiles once for all layers, which saves each call a kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,10 +34,36 @@ def tree_attention(
         return attend(x.q, x.k_pool, x.v_pool, cache_seqlens=seq_lens, page_table=x.page_table, causal=True)
 
     baselines = [Baseline("fa3 causal chain", chain, check_chain)]
+    if x.q.shape[1] == 1 and hasattr(fa3, "get_scheduler_metadata"):
+        baselines.append(Baseline("fa3 decode", decode(x, fa3), check_chain))
     merging = module("sgl_kernel", device)
-    if merging is not None:
+    is_chain = torch.equal(x.tree, torch.ones_like(x.tree).tril())
+    if merging is not None and not is_chain:
         baselines.append(Baseline("fa3 two passes", two_passes(x, attend, merging.merge_state_v2), check))
     return that_run(*baselines)
+
+
+def decode(x: PagedTrees, fa3: Any) -> Callable[[], Tensor]:
+    """Return a call for one row per request. The first one computes the schedule of tiles, which the others reuse."""
+    batch, _, heads, head_dim = x.q.shape
+    seq_lens, cu_seqlens_q = x.seq_lens, torch.arange(batch + 1, dtype=torch.int32, device=x.q.device)
+
+    @cache
+    def schedule() -> Any:
+        return fa3.get_scheduler_metadata(
+            batch_size=batch, max_seqlen_q=1, max_seqlen_k=int(seq_lens.max()), num_heads=heads,
+            num_heads_k=x.k_pool.shape[2], headdim=head_dim, cache_seqlens=seq_lens, qkv_dtype=x.q.dtype,
+            cu_seqlens_q=cu_seqlens_q, page_size=x.page_size, causal=True,
+        )  # fmt: skip
+
+    def call() -> Tensor:
+        out: Tensor = fa3.flash_attn_with_kvcache(
+            x.q.flatten(0, 1), x.k_pool, x.v_pool, cache_seqlens=seq_lens, page_table=x.page_table,
+            cu_seqlens_q=cu_seqlens_q, max_seqlen_q=1, causal=True, scheduler_metadata=schedule(),
+        )  # fmt: skip
+        return out.view(x.q.shape)
+
+    return call
 
 
 def two_passes(x: PagedTrees, attend: Any, merge: Any) -> Callable[[], Tensor]:

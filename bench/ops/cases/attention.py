@@ -1,4 +1,4 @@
-"""The case of tree_attention: verification of a tree after a paged prefix, in the shape of an 8B model."""
+"""The case of tree_attention: verification of a tree or chain after a paged prefix, in the shape of an 8B model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def make_trees(device: torch.device, p: Params) -> PagedTrees:
     k_pool, v_pool = (torch.randn(pool_shape, device=device, dtype=dtype) for _ in "kv")
     if p["kv"] == "fp8":
         k_pool, v_pool = k_pool.to(torch.float8_e4m3fn), v_pool.to(torch.float8_e4m3fn)
-    tree = visible_nodes(random_parents(batch, nodes))
+    parents = random_parents(batch, nodes) if p["mode"] == "tree" else [list(range(-1, nodes - 1))] * batch
+    tree = visible_nodes(parents)
     return PagedTrees(
         q=torch.randn(batch, nodes, Q_HEADS, HEAD_DIM, device=device, dtype=dtype),
         k_pool=k_pool,
@@ -108,6 +109,7 @@ def tree_attention(device: torch.device, p: Params) -> Work:
     workspace = workspace_of(device, sd.tree_attention_workspace(x.q, x.k_pool, x.page_table))
     scales = {"k_scale": FP8_SCALE, "v_scale": FP8_SCALE} if p["kv"] == "fp8" else {}
     pools = x.k_pool, x.v_pool, x.page_table, x.prefix_lens
+    mask = x.mask if p["mode"] == "tree" else None  # a causal chain needs none
 
     def check(got: Tensor = out) -> None:
         check_rows(x, x.tree, got, error)
@@ -120,11 +122,12 @@ def tree_attention(device: torch.device, p: Params) -> Work:
         baseline = plain_torch(x, check)
     kv_rows = int(x.seq_lens.sum())
     return Work(
-        call=lambda: sd.tree_attention(x.q, *pools, mask=x.mask, out=out, workspace=workspace, **scales),
+        call=lambda: sd.tree_attention(x.q, *pools, mask=mask, out=out, workspace=workspace, **scales),
         check=check,
         facts={"plan": sd.tree_attention_plan(x.q, x.k_pool, x.page_table)},
         bytes_moved=2 * kv_rows * KV_HEADS * HEAD_DIM * x.k_pool.element_size()
-        + bytes_of(x.q, out, x.mask, x.prefix_lens)
+        + bytes_of(x.q, out, x.prefix_lens)
+        + (bytes_of(mask) if mask is not None else 0)
         + 4 * (kv_rows // x.page_size),
         flops=4 * (int(x.prefix_lens.sum()) * nodes + int(x.tree.sum())) * Q_HEADS * HEAD_DIM,
         baseline=baseline,
@@ -135,12 +138,13 @@ def tree_attention(device: torch.device, p: Params) -> Work:
 CASES = [
     Case(
         "tree_attention",
-        # Other page sizes, uneven lengths (uniform in half to full), FP8 KV and tables with room for longer texts only
-        # on request; max_len 0 is a table as wide as its text.
+        # Chains, other page sizes, uneven lengths (uniform in half to full), FP8 KV and tables with room for longer
+        # texts only on request; max_len 0 is a table as wide as its text.
         grid={
             "prefix": (512, 4096, 32768),
             "batch": (1, 16, 64),
             "nodes": (4, 16, 64),
+            "mode": ("tree",),
             "page_size": (16,),
             "lengths": ("even",),
             "kv": ("same",),
@@ -151,6 +155,7 @@ CASES = [
             "prefix": (128, 512),
             "batch": (1, 4),
             "nodes": (4, 16),
+            "mode": ("tree",),
             "page_size": (16,),
             "lengths": ("even",),
             "kv": ("same",),
