@@ -11,7 +11,10 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Change:
-    """One size in both runs: tokens per second of `round`, host time of calls, else the median time."""
+    """One size in both runs: tokens per second of `round`, host time of calls, else the median time.
+
+    A size that both runs also timed between other kernels has a second change, in "us between others".
+    """
 
     op: str
     params: dict[str, Any]
@@ -31,10 +34,9 @@ def changes(run: Line, baseline: Line) -> list[Change]:
     found = []
     for line in run["results"]:
         for other in baseline["results"]:
-            pair = measured(line), measured(other)
-            if same_size(line, other) and pair[0] is not None and pair[1] is not None:
-                (unit, now), (_, before) = pair
-                found.append(Change(line["op"], line["params"], unit, before, now))
+            before, now = measured(other), measured(line)
+            if same_size(line, other) and (units := [unit for unit in now if unit in before]):
+                found += [Change(line["op"], line["params"], unit, before[unit], now[unit]) for unit in units]
                 break
     return found
 
@@ -47,10 +49,12 @@ def same_size(a: Line, b: Line) -> bool:
     return all(a["params"][name] == b["params"][name] for name in both)
 
 
-def measured(line: Line) -> tuple[str, float] | None:
-    """Return unit and value of a result, None if it was not timed."""
+def measured(line: Line) -> dict[str, float]:
+    """Return the values of a result by unit; none if it was not timed."""
     if line["op"] == "round":
-        value, unit = line.get("facts", {}).get("tokens_per_second"), "tokens/s"
+        values = {"tokens/s": line.get("facts", {}).get("tokens_per_second")}
+    elif "call" in line["params"]:
+        values = {"us": line["host_us"]}
     else:
-        value, unit = line["host_us"] if "call" in line["params"] else line["time_us"], "us"
-    return (unit, value) if value else None
+        values = {"us": line["time_us"], "us between others": line.get("between_us")}
+    return {unit: value for unit, value in values.items() if value}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .between import decoder_layers, rewrite, rows_of_pass, times_between
 from .ceilings import Ceilings
 from .check import WrongResult
 from .timing import Call, Times, cpu_time, gpu_time
@@ -37,9 +38,16 @@ class Work:
     bytes_moved: int  # at least: each input is read once, each output written once
     flops: int = 0  # only if arithmetic, not memory, may be the limit
     restore: Call | None = None  # undoes what a call changes, for ops that advance state
+    just_written: Sequence[torch.Tensor] = ()  # contiguous inputs that the kernel before writes in a round
     baseline: Baseline | None = None  # plain torch
     packages: Sequence[Baseline] = ()  # other packages' kernels, if installed (baselines/)
     facts: Mapping[str, float | str] = field(default_factory=dict)  # more about the call, such as its plan
+
+    def prepare(self) -> None:
+        """Undo the last call, and write the inputs that the kernel before writes in a round."""
+        if self.restore is not None:
+            self.restore()
+        rewrite(self.just_written)
 
     @property
     def others(self) -> tuple[Baseline, ...]:
@@ -105,6 +113,8 @@ class Result:
     floor: float | None = None
     cold: bool = False  # inputs rotated through more than the L2 cache
     baselines: Mapping[str, Times] = field(default_factory=dict)
+    between: Times | None = None  # between the other kernels of a decoder layer (between.py)
+    between_baselines: Mapping[str, Times] = field(default_factory=dict)
     facts: Mapping[str, float | str] = field(default_factory=dict)  # further measurements, of `round` for example
 
     @property
@@ -131,8 +141,10 @@ def check(work: Work) -> None:
             raise WrongResult(f"baseline {other.name}: {error}") from error
 
 
-def measure(case: Case, params: Params, device: torch.device, ceilings: Ceilings) -> Result:
-    """Check and time a case at one size."""
+def measure(
+    case: Case, params: Params, device: torch.device, ceilings: Ceilings, *, between_layers: bool = False
+) -> Result:
+    """Check and time a case at one size; with `between_layers`, on a GPU, also between a layer's other kernels."""
     shape: dict[str, Any] = {"op": case.op, "params": params, "device": str(device)}
     try:
         first = case.make(device, params)
@@ -148,8 +160,14 @@ def measure(case: Case, params: Params, device: torch.device, ceilings: Ceilings
 
     floor = max(first.bytes_moved / ceilings.bytes_per_second, first.flops / ceilings.flops_per_second)
     shape |= {"bytes_moved": first.bytes_moved, "flops": first.flops, "floor": floor, "facts": first.facts}
-    timed = on_gpu(case, params, device, first) if device.type == "cuda" else on_cpu(first)
-    return Result(**shape, **timed)
+    if device.type == "cuda":
+        works, cold = input_sets(case, params, device, first)
+        shape |= {"cold": cold} | on_gpu(works)
+        if between_layers:
+            shape |= between_kernels(works, params, device)
+    else:
+        shape |= on_cpu(first)
+    return Result(**shape)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -157,17 +175,30 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def on_gpu(case: Case, params: Params, device: torch.device, first: Work) -> dict[str, Any]:
-    """Time a case on a GPU; return fields of its result."""
-    works, cold = input_sets(case, params, device, first)
+def on_gpu(works: Sequence[Work]) -> dict[str, Any]:
+    """Time the input sets of a case on a GPU; return fields of its result."""
+    first = works[0]
     restores = [work.restore for work in works if work.restore is not None] or None
     return {
         "time": gpu_time([work.call for work in works], restores),
         "host": cpu_time([first.call], after_round=torch.cuda.synchronize)[0],
-        "cold": cold,
         "baselines": {
             other.name: gpu_time([work.others[i].call for work in works]) for i, other in enumerate(first.others)
         },
+    }
+
+
+def between_kernels(works: Sequence[Work], params: Params, device: torch.device) -> dict[str, Any]:
+    """Time a case and its baselines between the other kernels of a layer; return fields of its result."""
+    names = [other.name for other in works[0].others]
+    ours, *theirs = times_between(
+        decoder_layers(device, rows_of_pass(params)),
+        [work.prepare for work in works],
+        [[work.call for work in works], *([work.others[i].call for work in works] for i in range(len(names)))],
+    )
+    return {
+        "between": ours,
+        "between_baselines": {name: times for name, times in zip(names, theirs, strict=True) if times is not None},
     }
 
 

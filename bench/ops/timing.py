@@ -65,6 +65,12 @@ def is_slow(call: Call) -> bool:
 
 def replay_seconds(calls: Sequence[Call]) -> list[float]:
     """Capture calls into a CUDA graph and return the seconds of each of REPLAYS replays."""
+    graph = capture(calls)
+    return seconds_of([replay(graph) for _ in range(REPLAYS)])
+
+
+def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """Capture calls into a CUDA graph and replay it until its time is steady."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -77,15 +83,22 @@ def replay_seconds(calls: Sequence[Call]) -> list[float]:
             call()
     for _ in range(3):
         graph.replay()
-    starts, ends = [], []
-    for _ in range(REPLAYS):
-        starts.append(new_event())
-        ends.append(new_event())
-        starts[-1].record()
-        graph.replay()
-        ends[-1].record()
+    return graph
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Enqueue a replay, and return the events before and after it."""
+    start, end = new_event(), new_event()
+    start.record()
+    graph.replay()
+    end.record()
+    return start, end
+
+
+def seconds_of(replays: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+    """Wait for the GPU and return the seconds between each pair of events."""
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e-3 for start, end in zip(starts, ends, strict=True)]
+    return [start.elapsed_time(end) * 1e-3 for start, end in replays]
 
 
 def new_event() -> torch.cuda.Event:

@@ -74,6 +74,11 @@ def write_record(run: dict[str, Any], file: str | Path) -> None:
 
 def line(r: Result) -> dict[str, Any]:
     """Return a result as JSON."""
+    between = {
+        "between_us": micro(r.between.median if r.between else None),
+        "between_p90_us": micro(r.between.p90 if r.between else None),
+        "between_baselines": {name: micro(times.median) for name, times in r.between_baselines.items()},
+    }
     return {
         "op": r.op,
         "params": r.params,
@@ -88,7 +93,9 @@ def line(r: Result) -> dict[str, Any]:
         "flops": r.flops,
         "cold": r.cold,
         "baselines": {name: micro(times.median) for name, times in r.baselines.items()},
-    } | ({"facts": dict(r.facts)} if r.facts else {})
+        **(between if any(between.values()) else {}),
+        **({"facts": dict(r.facts)} if r.facts else {}),
+    }
 
 
 def micro(seconds: float | None) -> float | None:

@@ -13,14 +13,13 @@ from typing import Any
 from .plot import plot_rates, series_name
 from .record import read_record
 from .tables import (
-    COLUMNS,
     ENGINES,
     REPLAY,
     ROUND,
     ROUND_COLUMNS,
     SERVER,
     SERVER_COLUMNS,
-    baseline_names,
+    op_columns,
     op_row,
     params_text,
     round_head,
@@ -40,7 +39,8 @@ HEAD = """\
 
 Written by `specdec bench report` from the runs recorded in `bench/results/`, where
 [README.md](../bench/results/README.md) defines every column. Each result was checked against its reference before it
-was timed.
+was timed. The `time us` of an op is that of calls that follow each other; its `between others us` is that of calls
+between the other kernels of a decoder layer, as in a model.
 """
 
 
@@ -234,9 +234,8 @@ def server_table(results: list[dict[str, Any]]) -> list[str]:
 
 
 def op_table(results: list[dict[str, Any]]) -> list[str]:
-    """Return the times of an op, a column per baseline."""
-    baselines = baseline_names(results)
-    columns = [*COLUMNS[1:], *(f"{name} us" for name in baselines)]
+    """Return the times of an op, with columns for each baseline."""
+    columns = op_columns(results)[1:]
     lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
     for r in results:
         if r.get("skipped"):
@@ -244,7 +243,7 @@ def op_table(results: list[dict[str, Any]]) -> list[str]:
         elif r["error"]:
             lines.append(f"| {params_text(r['params'])} | wrong result: {r['error']} |" + " |" * (len(columns) - 2))
         else:
-            lines.append("| " + " | ".join(op_row(r, baselines)[1:]) + " |")
+            lines.append("| " + " | ".join(op_row(r, columns)) + " |")
     return lines
 
 

@@ -9,7 +9,8 @@ Line = dict[str, Any]
 
 ROUND, CALLS, ENGINES, SERVER, REPLAY = "round", "call_overhead", "engines", "server", "ngram_replay"  # values of `op`
 
-COLUMNS = ["op", "size", "time us", "p90 us", "host us", "floor us", "of floor", "inputs"]
+BETWEEN = " between others us"  # the end of a column's name: of calls between a layer's other kernels
+COLUMNS = ["op", "size", "time us", BETWEEN.strip(), "p90 us", "host us", "floor us", "of floor", "inputs"]
 LEAST = ["inputs", "host us", "floor us", "p90 us", "of floor"]  # hidden first on a narrow terminal
 
 ROUND_HEAD = ("shape", "dtype", "weights", "implementation", "input", "output", "max_len", "accept")
@@ -48,8 +49,13 @@ def steps_text(params: Line) -> str:
 
 def p90_text(line: Line, scale: float = 1.0) -> str:
     """Return the p90, with a star if the samples are far apart."""
-    star = "*" if line["p90_us"] is not None and line["p90_us"] > NOISY * line["time_us"] else ""
-    return (number_text(line["p90_us"] * scale) if line["p90_us"] is not None else "") + star
+    p90 = line["p90_us"]
+    return (number_text(p90 * scale) if p90 is not None else "") + star_text(p90, line["time_us"])
+
+
+def star_text(p90: float | None, median: float | None) -> str:
+    """Return a star if the p90 is far above the median."""
+    return "*" if p90 is not None and median is not None and p90 > NOISY * median else ""
 
 
 def failure_text(line: Line, skipped: str = "skipped") -> str | None:
@@ -62,27 +68,41 @@ def baseline_names(lines: Iterable[Line]) -> list[str]:
     return list(dict.fromkeys(name for line in lines for name in line["baselines"]))
 
 
-def op_row(line: Line, baselines: Sequence[str]) -> list[str]:
-    """Return the cells of an op under COLUMNS, and of these baselines."""
+def op_columns(lines: Sequence[Line]) -> list[str]:
+    """Return COLUMNS and those of the baselines, without times between other kernels if none was measured."""
+    baselines = [f"{name}{end}" for name in baseline_names(lines) for end in (" us", BETWEEN)]
+    between = any("between_us" in line for line in lines)
+    return [name for name in (*COLUMNS, *baselines) if between or not name.endswith(BETWEEN.strip())]
+
+
+def op_row(line: Line, columns: Sequence[str]) -> list[str]:
+    """Return the cells of an op under these of its columns."""
+    cells = {"op": line["op"], "size": params_text(line["params"])}
     if failure := failure_text(line):
-        return [line["op"], params_text(line["params"]), failure, *[""] * (len(COLUMNS) - 3 + len(baselines))]
-    plan = line.get("facts", {}).get("plan")
-    return [
-        line["op"],
-        params_text(line["params"]) + (f" plan={plan}" if plan else ""),
-        number_text(line["time_us"]),
-        p90_text(line),
-        number_text(line["host_us"]),
-        number_text(line["floor_us"]),
-        f"{line['of_floor']:.0%}" if line["of_floor"] else "",
-        "cold" if line["cold"] else "warm",
-        *(ratio_text(line["baselines"].get(name), line["time_us"]) for name in baselines),
-    ]
+        cells["time us"] = failure
+    else:
+        plan = line.get("facts", {}).get("plan")
+        between = line.get("between_us")
+        cells |= {
+            "size": cells["size"] + (f" plan={plan}" if plan else ""),
+            "time us": number_text(line["time_us"]),
+            BETWEEN.strip(): number_text(between) + star_text(line.get("between_p90_us"), between),
+            "p90 us": p90_text(line),
+            "host us": number_text(line["host_us"]),
+            "floor us": number_text(line["floor_us"]),
+            "of floor": f"{line['of_floor']:.0%}" if line["of_floor"] else "",
+            "inputs": "cold" if line["cold"] else "warm",
+        }
+        for name, time in line["baselines"].items():
+            cells[f"{name} us"] = ratio_text(time, line["time_us"])
+        for name, time in line.get("between_baselines", {}).items():
+            cells[f"{name}{BETWEEN}"] = ratio_text(time, between)
+    return [cells.get(name, "") for name in columns]
 
 
-def ratio_text(baseline: float | None, ours: float) -> str:
-    """Return a baseline's time and its multiple of ours."""
-    if baseline is None or not ours:
+def ratio_text(baseline: float, ours: float | None) -> str:
+    """Return a baseline's time and its multiple of ours, if that was measured."""
+    if not ours:
         return number_text(baseline)
     ratio = baseline / ours
     return f"{number_text(baseline)} ({ratio:.{1 if ratio >= 1 else 2}f}x)"

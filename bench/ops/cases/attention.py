@@ -131,6 +131,7 @@ def tree_attention(device: torch.device, p: Params) -> Work:
         + 4 * (kv_rows // x.page_size),
         flops=4 * (int(x.prefix_lens.sum()) * nodes + int(x.tree.sum())) * Q_HEADS * HEAD_DIM,
         baseline=baseline,
+        just_written=[x.q],
         packages=(*flashinfer.tree_attention(x, check), *flash_attention.tree_attention(x, check, check_chain)),
     )
 

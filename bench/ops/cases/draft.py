@@ -35,6 +35,7 @@ def select_topk(device: torch.device, p: Params) -> Work:
         call=lambda: sd.select_topk(logits, k, out=out),
         check=check,
         bytes_moved=bytes_of(logits, *out),
+        just_written=[logits],
         baseline=Baseline("torch", plain_torch, check_torch),
     )
 
@@ -63,6 +64,7 @@ def sample_draft(device: torch.device, p: Params) -> Work:
         call=lambda: sd.sample_draft(logits, k, **state, out=out),
         check=check,
         bytes_moved=bytes_of(logits, *state.values(), *out),
+        just_written=[logits],
     )
 
 

@@ -44,6 +44,7 @@ def experts(device: torch.device, p: Params) -> Work:
         check=lambda: expect_near("out", out, want, ERROR),
         bytes_moved=touched * 3 * width * inner * item + bytes_of(x, out, *routing),
         flops=2 * 3 * rows * top_k * width * inner,
+        just_written=[x],
         packages=[
             Baseline(
                 name, lambda backend=backend: backend(x, routing), lambda got: expect_near("out", got, want, ERROR)

@@ -42,6 +42,7 @@ def add_rms_norm(device: torch.device, p: Params) -> Work:
         call=lambda: sd.add_rms_norm(x, weight, EPS, residual=residual, out=(out, total)),
         check=check,
         bytes_moved=bytes_of(x, residual, weight, out, total),
+        just_written=[x, residual],
         baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, 2 * ERROR)),
     )
 
@@ -68,7 +69,8 @@ def rms_norm_concat(device: torch.device, p: Params) -> Work:
         expect_near("out", out, want, ERROR)
         expect_near("features", selected, want_selected, 0)
 
-    return Work(call, check, 3 * bytes_of(features) + bytes_of(out, tokens, feature_rows, *weights))
+    moved = 3 * bytes_of(features) + bytes_of(out, tokens, feature_rows, *weights)
+    return Work(call, check, moved, just_written=[features])
 
 
 def silu_and_mul(device: torch.device, p: Params) -> Work:
@@ -84,6 +86,7 @@ def silu_and_mul(device: torch.device, p: Params) -> Work:
         call=lambda: sd.silu_and_mul(x, out=out),
         check=lambda: expect_near("out", out, want, ERROR),
         bytes_moved=bytes_of(x, out),
+        just_written=[x],
         baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, 2 * ERROR)),
     )
 
@@ -96,6 +99,7 @@ def small_m_gemm(device: torch.device, p: Params) -> Work:
         call=lambda: sd.small_m_gemm(x, weight, out=out),
         check=lambda: expect_near("out", out, want, ERROR),
         bytes_moved=bytes_of(x, weight, out),
+        just_written=[x],
         flops=2 * x.shape[0] * weight.numel(),
         baseline=Baseline(
             "torch", lambda: functional.linear(x, weight), lambda got: expect_near("out", got, want, ERROR)
@@ -118,6 +122,7 @@ def quantize_fp8(device: torch.device, p: Params) -> Work:
         call=lambda: sd.quantize_fp8(x, group_size=128, out=(quantized, scales)),
         check=check,
         bytes_moved=bytes_of(x, quantized, scales),
+        just_written=[x],
         baseline=Baseline(
             "torch",
             lambda: reference.quantize_fp8(x, group_size=128),
@@ -158,6 +163,7 @@ def moe_route(device: torch.device, p: Params) -> Work:
         call=lambda: sd.moe_route(scores, top_k, renormalize=True, out=out),
         check=check,
         bytes_moved=bytes_of(scores, *out),
+        just_written=[scores],
         baseline=Baseline("torch", plain, lambda got: expect_near("topk_weights", got, want.topk_weights, 1e-6)),
     )
 
@@ -175,6 +181,7 @@ def moe_combine(device: torch.device, p: Params) -> Work:
         call=lambda: sd.moe_combine(outputs, weights, out=out),
         check=lambda: expect_near("out", out, want, ERROR),
         bytes_moved=bytes_of(outputs, weights, out),
+        just_written=[outputs],
         baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, ERROR)),
     )
 
@@ -203,6 +210,7 @@ def rope_qkv_write_kv(device: torch.device, p: Params) -> Work:
         call=lambda: sd.rope_qkv_write_kv(qkv, cos_sin, positions, *pools, table, lens, **norms, out=out),
         check=check,
         bytes_moved=2 * bytes_of(qkv) + bytes_of(positions, lens),
+        just_written=[qkv],
     )
 
 

@@ -34,6 +34,7 @@ def stored_linear(device: torch.device, p: Params) -> Work:
         check=lambda: expect_near("out", out, want, ERROR),
         bytes_moved=bytes_of(x, out) + weight.nbytes,
         flops=2 * x.shape[0] * dense.numel(),
+        just_written=[x],
         baseline=Baseline("16 bits", lambda: dense_linear(x), lambda got: expect_near("out", got, want_dense, ERROR)),
         packages=[
             Baseline(name, call, lambda got: expect_near("out", got, want, ERROR))

@@ -128,6 +128,7 @@ def verify_tree(device: torch.device, p: Params) -> Work:
         ),
         check=check,
         bytes_moved=visited * vocab * logits.element_size() + bytes_of(*links, *out),
+        just_written=[logits],
         packages=others(),
     )
 
@@ -147,9 +148,8 @@ def mask_stops(device: torch.device, p: Params) -> Work:
         expect_equal("logits", logits, before)
 
     call = lambda: sd.mask_stops(logits, positions, stop_tokens, stops_from)  # noqa: E731
-    return Work(
-        call, check, bytes_of(positions[:1], stop_tokens[:1], stops_from) + nodes * stops * logits.element_size()
-    )
+    moved = bytes_of(positions[:1], stop_tokens[:1], stops_from) + nodes * stops * logits.element_size()
+    return Work(call, check, moved, just_written=[logits])
 
 
 def edit_logits(device: torch.device, p: Params) -> Work:
@@ -172,7 +172,8 @@ def edit_logits(device: torch.device, p: Params) -> Work:
 
     call = lambda: sd.edit_logits(logits, tree.mask, tree.tokens, edits, vocab_mask=vocab_mask)  # noqa: E731
     changed = {0: 0, sd.Edit.PENALTIES: bytes_of(edits.counts) + 32 * batch * nodes * 500}  # a sector for each token
-    return Work(call, check, bytes_of(edits.kinds) + changed.get(kind, bytes_of(vocab_mask, logits) // 2))
+    moved = bytes_of(edits.kinds) + changed.get(kind, bytes_of(vocab_mask, logits) // 2)
+    return Work(call, check, moved, just_written=[logits])
 
 
 def score_tokens(device: torch.device, p: Params) -> Work:

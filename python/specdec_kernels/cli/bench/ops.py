@@ -71,13 +71,16 @@ sizes:
 
 columns:
   time      median time of a call; on a GPU from replays of a CUDA graph, on a CPU wall time
+  between others
+            with --between-layers: median time of a call between the other kernels of a decoder layer, as in a model,
+            where code and parameters are cold; a star as for p90
   p90       nine of ten samples are at or below it; a star: far above the median, something else ran
   host      on a GPU: how long the call keeps the host busy; the minimum
   floor     bytes that the op must move over the bandwidth measured first (or arithmetic over its rate, if larger)
   of floor  floor / time: 100 % cannot be beaten with cold memory
   inputs    cold: rotated through more memory than the L2 cache holds
-  others    one column per baseline, torch and installed packages (sglang, flashinfer): checked and timed in the same
-            way; in brackets its time over ours
+  baselines a column for each, two with --between-layers: torch and installed packages (sglang, flashinfer), checked
+            and timed in the same way; in brackets its time over ours
 
 baseline:
   --baseline FILE compares with an earlier run's --json: tokens per second of round, the time of an op.
@@ -105,6 +108,11 @@ def add_parser(subparsers: Subparsers) -> CommandParser:
         "ops", metavar="op", nargs="*", help="ops to time, `all`, or a record FILE.json; none: list ops"
     )
     add_run_flags(parser)
+    parser.add_argument(
+        "--between-layers",
+        action="store_true",
+        help="also time each op between the other kernels of a decoder layer, as in a model (on a GPU)",
+    )
     parser.add_argument("--full", action="store_true", help="every combination of an op's sizes")
     sizes = parser.add_argument_group("sizes, comma-separated")
     for name, meaning in NUMBERS.items():
@@ -147,6 +155,8 @@ def run(args: argparse.Namespace) -> int:
     device = find_device(args.device)
     if device is None:
         return refuse(NO_CUDA)
+    if args.between_layers and device.type != "cuda":
+        return refuse(f"--between-layers times CUDA graphs, expected a GPU, not {device.type}")
 
     chosen = {name: getattr(args, name) for name in (*NUMBERS, *WORDS) if getattr(args, name) is not None}
     try:
@@ -204,7 +214,7 @@ def measure(args: argparse.Namespace, plan: list[tuple[Any, dict[str, Any]]], ov
             ceilings = load("ops.ceilings").measure_ceilings(device, args.quick)
         for case, params in plan:
             advance(f"{case.op} {params_text(params)}")
-            results.append(harness.measure(case, params, device, ceilings))
+            results.append(harness.measure(case, params, device, ceilings, between_layers=args.between_layers))
         if overhead is not None:
             advance(overhead.NAME)
             results += overhead.measure_calls(device, args.quick)

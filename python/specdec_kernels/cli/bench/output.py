@@ -177,13 +177,11 @@ def show(run: dict[str, Any]) -> None:
 
 def show_ops(tables: Any, lines: Sequence[dict[str, Any]]) -> None:
     """Print the times of ops."""
-    baselines = tables.baseline_names(lines)
-    columns = [*tables.COLUMNS, *(f"{name} us" for name in baselines)]
-    rows, left = [tables.op_row(line, baselines) for line in lines], 2
+    columns, left = tables.op_columns(lines), 2
     if len({line["op"] for line in lines}) == 1:  # a heading instead of a column
         print(lines[0]["op"])
-        columns, rows, left = columns[1:], [cells[1:] for cells in rows], 1
-    print_table(columns, rows, left=left, least=tables.LEAST)
+        columns, left = columns[1:], 1
+    print_table(columns, [tables.op_row(line, columns) for line in lines], left=left, least=tables.LEAST)
 
 
 def show_rounds(tables: Any, lines: Sequence[dict[str, Any]], run: dict[str, Any]) -> None:
