@@ -53,7 +53,7 @@ PARAMS = [
     replace(BASE, temperature=0.9, top_p=0.9, seed=4),
     replace(BASE, temperature=0.8, top_k=30, seed=-5, presence_penalty=0.6, frequency_penalty=0.3, logprobs=3),
     replace(BASE, repetition_penalty=1.3, logit_bias={5: 2.0, 7: -float("inf")}),
-    replace(BASE, stop=["\n\n", "return"], logprobs=True),
+    replace(BASE, stop=["\n\n", "return"], logprobs=True, generated_token_ids=[5, 9, 11]),
     replace(BASE, ignore_eos=False, stop_token_ids=[10, 11, 12], min_new_tokens=16),
     replace(BASE, temperature=1.0, min_p=0.1, seed=2, speculation="off"),
     replace(BASE, regex="(ab|c[0-9]{3} )+", ignore_eos=False),
@@ -342,6 +342,10 @@ def test_migration_refuses_inexact_requests(tmp_path: Path) -> None:
             ({"first_rows": {"target.0": 1.5}}, "1.5 among first_rows, expected integers"),
             ({"first_rows": {"target.0": -16}}, "rows of target.0 from -16 on, expected 0 to 0"),
             ({"counts": [1, 2]}, "counts of 2, expected 4"),
+            (
+                {"params": exported.values["params"] | {"generated_token_ids": [1, 2]}},
+                "tokens that do not begin with its generated_token_ids [1, 2]",
+            ),
             ({"logprobs": [[0.5]]}, "other logprobs than one and the best beside it for each token"),
             ({"params": exported.values["params"] | {"loud": 1}}, "loud, expected none among params"),
         ):

@@ -133,6 +133,7 @@ class InputProcessor:
                             f"SamplingParams: stop is {string!r} with the special token {special}, "
                             "expected that token alone"
                         )
+        self._check_begun(params)
         for token in params.logit_bias or ():
             if not 0 <= token < self._vocab_size:
                 raise ValueError(
@@ -157,6 +158,10 @@ class InputProcessor:
             num_logprobs, num_prompt_logprobs = (
                 min(count, self._config.top_n) for count in (one.num_logprobs, one.num_prompt_logprobs)
             )
+            room, count = self._config.max_len - 1 - len(tokens), len(one.generated_token_ids)
+            if count > room:
+                expected = f"expected at most {room} after this prompt (max_len - 1 in all)"
+                raise ValueError(f"SamplingParams: generated_token_ids has {count} entries, {expected}")
             matcher = self._new_matcher(one, stops)
             prediction, seeded = self._prediction(one), one.with_seed()
             for sample in range(one.n):
@@ -172,6 +177,18 @@ class InputProcessor:
                     prediction=prediction,
                     sample=sample,
                 )
+
+    def _check_begun(self, params: SamplingParams) -> None:
+        """Raise ValueError for generated tokens outside the vocabulary, or one that ends the text."""
+        stops = set(self._stop_tokens(params)) if params.generated_token_ids else ()
+        for place, token in enumerate(params.generated_token_ids):
+            expected = f"0 to {self._vocab_size - 1} (the model's vocabulary)" if token >= self._vocab_size else ""
+            if token in self._placeholders:
+                expected = f"text alone, and not the model's {self._placeholders[token]}"
+            if token in stops:
+                expected = "no stop token (the text ends there)"
+            if expected:
+                raise refused_begin(token, place, expected)
 
     def _check_tokens(self, tokens: list[int], name: str, placeholders: Any) -> None:
         sizes = {"max_len": self._config.max_len, "vocab_size": self._vocab_size}
@@ -208,7 +225,12 @@ class InputProcessor:
             return None
         if not self._config.grammars:
             raise ValueError(f"SamplingParams: {kind} is given, expected none without Engine(grammars=True)")
-        return self.grammars.new_matcher(params, stop_tokens)
+        new_matcher = self.grammars.new_matcher(params, stop_tokens)
+        matcher = new_matcher()
+        for place, token in enumerate(params.generated_token_ids):
+            if not matcher.accept(token):
+                raise refused_begin(token, place, f"a token that {kind} allows there")
+        return new_matcher
 
     def _stop_strings(self, params: SamplingParams, prompt: list[int]) -> StopStrings | None:
         if not params.stop_strings:
@@ -216,7 +238,17 @@ class InputProcessor:
         if self.detokenizer is None or not self.detokenizer.is_fast:
             lack = self.no_tokenizer or "the tokenizer is not one of `tokenizers`"
             raise ValueError(f"SamplingParams: stop is given, expected none ({lack})")
-        return StopStrings(self.detokenizer.decoder(prompt), params.stop_strings, params.min_new_tokens)
+        strings = StopStrings(self.detokenizer.decoder(prompt), params.stop_strings, params.min_new_tokens)
+        begun = params.generated_token_ids
+        if begun and (count := strings.find(begun)) is not None:
+            token = begun[count - 1]
+            raise refused_begin(token, count - 1, "none that completes a string of stop (the text ends there)")
+        return strings
+
+
+def refused_begin(token: int, place: int, expected: str) -> ValueError:
+    """Return the error of a request that cannot have generated one of the tokens that it is to begin with."""
+    return ValueError(f"SamplingParams: generated_token_ids has {token} at place {place}, expected {expected}")
 
 
 def single_sample(params: SamplingParams | None) -> SamplingParams:

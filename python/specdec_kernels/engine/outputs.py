@@ -45,14 +45,14 @@ class NewTokens:
     """New tokens of a request: of one round for `on_tokens`, of all rounds since the last look in an iteration.
 
     All tokens of a round but the last are accepted draft tokens; the last is the target's own. The very first token of
-    a request counts as a round of its own here.
+    a request counts as a round of its own here. Tokens of `SamplingParams.generated_token_ids` come with it.
     """
 
     index: int  # of the prompt in the list given to `generate` or `submit_many`
     tokens: list[int]
     finish_reason: FinishReason
-    logprobs: list[TokenLogprob] | None = None  # one for each token; None: not requested
-    rounds: list[int] = field(default_factory=list)  # tokens of each round
+    logprobs: list[TokenLogprob] | None = None  # one for each token that was generated; None: not requested
+    rounds: list[int] = field(default_factory=list)  # tokens generated in each round
     sample: int = 0  # among the n samples of the prompt
 
 
@@ -62,10 +62,11 @@ class RequestOutput:
 
     Attributes:
         index: of its prompt in the list that was given. sample: among the n samples of the prompt.
-        prompt_tokens, tokens: token ids; a stop token is the last of `tokens`.
+        prompt_tokens, tokens: token ids; a stop token is the last of `tokens`, and `SamplingParams.generated_token_ids`
+            are the first.
         text: what `tokens` add to the text of the prompt, without special tokens; None without a tokenizer.
         seed: of the draws; None for greedy decoding.
-        logprobs: one for each token; None if not requested.
+        logprobs: one for each token after `SamplingParams.generated_token_ids`; None if not requested.
         prompt_logprobs: one for each token of the prompt, None for the first; None if not requested, or if the request
             ended before its prompt was prefilled.
         cached_tokens: prompt tokens whose KV came from the prefix cache.

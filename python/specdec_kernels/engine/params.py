@@ -29,6 +29,7 @@ KINDS: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
     ("ignore_eos", bool, "true or false"),
     ("stop", (str, Sequence), "a string or strings"),
     ("stop_token_ids", Sequence, "a list of token ids"),
+    ("generated_token_ids", Sequence, "a list of token ids"),
     ("logit_bias", Mapping, "a number for each token id"),
     ("json_schema", (str, Mapping), "a JSON schema"),
     ("regex", str, "a string"),
@@ -72,6 +73,11 @@ class SamplingParams:
         constrain_unless: a token id, such as the one of `<think>`, beside `constrain_after`. Only an output that begins
             with this token is free up to there; any other one is constrained from its first token. None: every output
             begins free.
+        generated_token_ids: tokens that the output begins with, as if the request had generated them: penalties,
+            `stop`, the limits of tokens and a constraint count them, and draws go on at the next position. The output
+            has them as its first tokens; its `logprobs` are those of the tokens after them. So a text that ended early
+            goes on as it would have. They are refused where the request would not have gone on after them, or a
+            constraint forbids one.
         prediction: what the output may repeat, text or token ids. An n-gram draft reads it as if it preceded the
             prompt. Needs a draft of `Ngram`, alone or in a `Union`. Does not change the text.
         ngram_group: requests that share their texts for n-gram drafting (a tenant; samples of one prompt): 1 to
@@ -117,6 +123,7 @@ class SamplingParams:
     grammar: str | None = None
     constrain_after: Sequence[int] = ()
     constrain_unless: int | None = None
+    generated_token_ids: Sequence[int] = ()
     prediction: str | Sequence[int] | None = None
     ngram_group: int = 0
     min_new_tokens: int = 0
@@ -161,9 +168,14 @@ class SamplingParams:
             expect(name, good, "a finite number of 32 bits")
         good = SMALLEST_FLOAT <= self.repetition_penalty <= LARGEST_FLOAT
         expect("repetition_penalty", good, "a finite number of 32 bits above 0")
-        for token in self.stop_token_ids or ():
-            if not is_token_id(token):
-                raise ValueError(f"SamplingParams: stop_token_ids has {token!r}, expected 0 to 2147483647")
+        for name in ("stop_token_ids", "constrain_after", "generated_token_ids"):
+            for token in getattr(self, name) or ():
+                if not is_token_id(token):
+                    raise ValueError(f"SamplingParams: {name} has {token!r}, expected 0 to 2147483647")
+        expect("generated_token_ids", self.generated_token_ids is not None, "a list of token ids")
+        if (count := len(self.generated_token_ids)) >= self.max_new_tokens:
+            expected = f"expected fewer than max_new_tokens ({self.max_new_tokens})"
+            raise ValueError(f"SamplingParams: generated_token_ids has {count} entries, {expected}")
         for token, bias in (self.logit_bias or {}).items():
             if isinstance(token, bool) or not isinstance(token, int):
                 raise TypeError(f"SamplingParams: logit_bias has a {type(token).__name__}, expected token ids")
@@ -172,9 +184,6 @@ class SamplingParams:
         given = [name for name in BACKENDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"SamplingParams: {given[1]} is given, expected none beside {given[0]}")
-        for token in self.constrain_after:
-            if not is_token_id(token):
-                raise ValueError(f"SamplingParams: constrain_after has {token!r}, expected 0 to 2147483647")
         expect("constrain_after", bool(given) or not self.constrain_after, "none without a constraint")
         opening = self.constrain_unless
         expect("constrain_unless", opening is None or is_token_id(opening), "0 to 2147483647, or None")

@@ -133,6 +133,8 @@ class BaseRequest:
         self._prompt_scores: PromptScores | None = None
         if spec.num_prompt_logprobs >= 0:
             self._prompt_scores = PromptScores(len(spec.prompt), spec.num_prompt_logprobs)
+        # A resumed request brings them again. Its first chunk is that of its first new token all the same.
+        self.output.tokens += params.generated_token_ids
         self._counts_before: Sequence[int] = (0, 0, 0, 0)  # of another engine: rounds, drafted, accepted, cached tokens
         self._migrated_kv: KvSource | None = None
         self._cacheable = True
@@ -149,7 +151,8 @@ class BaseRequest:
     def resume(self, resumed: ResumedRequest) -> None:
         """Go on, once submitted, from where the request left another engine, with the KV rows that it brings."""
         output = self.output
-        output.tokens += resumed.tokens
+        moved = resumed.tokens[len(output.tokens) :]
+        output.tokens += moved
         if output.logprobs is not None:
             output.logprobs += resumed.logprobs
         output.prompt_logprobs, self._prompt_scores = resumed.prompt_logprobs, None
@@ -157,8 +160,8 @@ class BaseRequest:
         self._counts_before, self._migrated_kv, self._cacheable = resumed.counts, resumed.kv, resumed.trusted
         output.stats.rounds, output.stats.drafted, output.stats.accepted, output.cached_tokens = resumed.counts
         if self._stop is not None:
-            self._stop.find(output.tokens)
-        if output.tokens:
+            self._stop.find(moved)
+        if moved:
             self.times.chunks.append(time.perf_counter())
             self._ends.append(len(output.tokens))
 
@@ -240,7 +243,8 @@ class BaseRequest:
             output.logprobs += logprobs
         stats, before = output.stats, self._counts_before
         stats.rounds, stats.drafted = update.rounds + before[0], update.drafted + before[1]
-        stats.accepted, output.cached_tokens = accepted + before[2], update.cached + before[3]
+        cached = min(update.cached, len(output.prompt_tokens))  # of rows of generated tokens, too
+        stats.accepted, output.cached_tokens = accepted + before[2], cached + before[3]
         if reason:
             self.status, self.error = Status(status), error
             self._end(FinishReason(reason))
@@ -286,13 +290,14 @@ class BaseRequest:
 
     def chunks(self, begin: int, end: int) -> NewTokens:
         """Return chunks `begin` to `end` (exclusive) as one."""
-        ends, output = self._ends, self.output
-        bounds = [ends[begin - 1] if begin else 0, *ends[begin:end]]
+        ends, output, num_given = self._ends, self.output, len(self.params.generated_token_ids)
+        bounds = [ends[begin - 1] if begin else num_given, *ends[begin:end]]
+        scored = slice(bounds[0] - num_given, bounds[-1] - num_given)
         return NewTokens(
             output.index,
-            output.tokens[bounds[0] : bounds[-1]],
+            output.tokens[bounds[0] if begin else 0 : bounds[-1]],
             output.finish_reason if end == self._num_chunks else FinishReason.RUNNING,
-            None if output.logprobs is None else output.logprobs[bounds[0] : bounds[-1]],
+            None if output.logprobs is None else output.logprobs[scored],
             [b - a for a, b in pairwise(bounds) if b > a],
             output.sample,
         )

@@ -223,9 +223,11 @@ class Server:
     ) -> list[AsyncRequest]:
         """Submit every choice of every prompt, or none."""
         most = self.settings.max_prompt_tokens
+        begun = len(parsed.params.generated_token_ids)
         for tokens in token_lists:
-            if most is not None and len(tokens) > most:
-                raise RequestError(f"the prompt has {len(tokens)} tokens, expected at most {most}", "prompt")
+            if most is not None and (count := len(tokens) + begun) > most:
+                whole = "the prompt with generated_token_ids" if begun else "the prompt"
+                raise RequestError(f"{whole} has {count} tokens, expected at most {most}", "prompt")
         params = [replace(parsed.params, client=client)] * len(token_lists)
         try:
             with unavailable_as_503():

@@ -193,7 +193,7 @@ class Metrics(Collector):
 def observations(request: AsyncRequest, arrival: float) -> Iterator[tuple[str, float]]:
     """Yield the values of a request that has ended, by the names of their histograms."""
     times, output = request.times, request.output
-    end, num_tokens = times.chunks[-1], len(output.tokens)
+    end, num_tokens = times.chunks[-1], num_generated(request)
     yield "e2e_request_latency_seconds", end - arrival
     yield "request_prompt_tokens", len(output.prompt_tokens)
     yield "request_generation_tokens", num_tokens
@@ -213,15 +213,20 @@ def observations(request: AsyncRequest, arrival: float) -> Iterator[tuple[str, f
         yield "inter_token_latency_seconds", after - before
 
 
+def num_generated(request: AsyncRequest) -> int:
+    """Return how many tokens of an output were generated here; a request may bring its first ones."""
+    return len(request.output.tokens) - len(request.params.generated_token_ids)
+
+
 def counts_of(requests: Iterable[AsyncRequest]) -> Counter[str]:
     """Sum the token and round counts of requests."""
     counts: Counter[str] = Counter()
     for request in requests:
         output, stats = request.output, request.output.stats
-        if output.finish_reason != FinishReason.ERROR or output.tokens:
+        if output.finish_reason != FinishReason.ERROR or num_generated(request):
             counts["prompt_tokens"] += len(output.prompt_tokens)
             counts["cached_tokens"] += output.cached_tokens
-        counts["tokens"] += len(output.tokens)
+        counts["tokens"] += num_generated(request)
         counts["rounds"] += stats.rounds
         counts["drafted"] += stats.drafted
         counts["accepted"] += stats.accepted

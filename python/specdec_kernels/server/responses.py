@@ -62,7 +62,8 @@ class Choice:
     def on_tokens(self, new: NewTokens) -> list[Piece]:
         """Decode new tokens, and return the text that can be sent."""
         if self._by_rounds:
-            begin = 0
+            begin = len(new.tokens) - sum(new.rounds)  # the first tokens may have been given by the request
+            self._text.push(new.tokens[:begin])
             for count in new.rounds:
                 end = begin + count
                 self._text.push(new.tokens[begin : end - 1], accepted=True)
@@ -367,10 +368,11 @@ class ResponseBuilder:
     ) -> dict[str, Any] | None:
         if self.parsed.num_top < 0 or not logprobs:
             return None
+        scored = slice(len(tokens) - len(logprobs), None)  # the first tokens may have been given by the request
         if self._is_chat:
-            return {"content": self.chat_logprobs(tokens, logprobs)}
+            return {"content": self.chat_logprobs(tokens[scored], logprobs)}
         offsets = choice.offsets(tokens)
-        return legacy_logprobs(tokens, logprobs, offsets, self.parsed.num_top, self._name)
+        return legacy_logprobs(tokens[scored], logprobs, offsets[scored], self.parsed.num_top, self._name)
 
     def chat_logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> list[dict[str, Any]]:
         """Return the entry of each token in the form of a chat."""

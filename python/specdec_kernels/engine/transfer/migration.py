@@ -148,8 +148,11 @@ def check_values(values: Any, peer: MigrationPeer, checksum: Callable[[], str]) 
     for name in sorted(asked ^ values["params"].keys()):
         what = "lacks {}, expected it" if name in asked else "has {}, expected none"
         raise ValueError(f"import_request: request {what.format(name)} among params")
-    logprobs = values["logprobs"]
-    if logprobs is not None and not (len(logprobs) == len(values["tokens"]) and all(map(is_logprob, logprobs))):
+    begun = values["params"]["generated_token_ids"]
+    if not isinstance(begun, list) or values["tokens"][: len(begun)] != begun:
+        raise ValueError(f"import_request: request has tokens that do not begin with its generated_token_ids {begun}")
+    logprobs, num_scored = values["logprobs"], len(values["tokens"]) - len(begun)
+    if logprobs is not None and not (len(logprobs) == num_scored and all(map(is_logprob, logprobs))):
         raise ValueError("import_request: request has other logprobs than one and the best beside it for each token")
     scored = values["prompt_logprobs"]
     is_whole = scored is None or (len(scored) == len(values["prompt"]) and scored[0] is None)
@@ -209,6 +212,7 @@ def plain_values(request: BaseRequest) -> dict[str, Any]:
         "stop_token_ids": list(request.stop_tokens),
         "stop": params.stop_strings,
         "constrain_after": list(params.constrain_after),
+        "generated_token_ids": list(params.generated_token_ids),
         "logit_bias": None if params.logit_bias is None else [[key, bias] for key, bias in params.logit_bias.items()],
         "prediction": list(request.prediction) or None,
         "json_schema": params.constraint[1] if params.json_schema is not None else None,

@@ -219,6 +219,7 @@ class Sampling(Body):
     stop_token_ids: Tokens | None = None
     ignore_eos: StrictBool | None = None
     min_tokens: StrictInt | None = None
+    generated_token_ids: Tokens | None = None
     priority: StrictInt | None = None
     timeout: Number | None = None
     speculation: Speculation | None = None

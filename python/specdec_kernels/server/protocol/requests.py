@@ -166,6 +166,8 @@ def read_sampling(
     values = settings.defaults | {parameter: given[name] for parameter, name in names.items()}
     values |= {"n": body.n, "logprobs": None if num_top < 0 else num_top}
     shows_prompt = isinstance(body, CompletionBody) and body.echo
+    if shows_prompt and body.generated_token_ids:
+        raise unexpected("echo", True, "false with generated_token_ids")
     if body.stream and body.prompt_logprobs is not None:
         raise unexpected("prompt_logprobs", body.prompt_logprobs, "none with stream")
     counts = [body.prompt_logprobs, num_top if shows_prompt and num_top >= 0 else None]
