@@ -6,6 +6,7 @@ from typing import Any
 from ..models.heads.checkpoint import HeadCheckpoint
 from .async_engine import AsyncEngine, AsyncRequest, merge_streams
 from .drafts import (
+    MTP,
     AttentionCall,
     Committed,
     Draft,
@@ -38,6 +39,7 @@ from .stats import EngineStats
 from .transfer.migration import ExportedRequest
 
 __all__ = [
+    "MTP",
     "AsyncEngine",
     "AsyncRequest",
     "AttentionCall",

@@ -4,6 +4,7 @@ from .base import Draft, DraftBudget, DraftRequest
 from .capabilities import HasPools, HasWeights, Idleable, Learner, Migratable
 from .context import DraftContext, DraftState, PrefillRows
 from .eagle import Eagle, Eagle3
+from .mtp import MTP
 from .needs import AttentionCall, Needs
 from .ngram import Ngram
 from .proposal import Committed, DrawnFrom, Proposal, ScoredTree
@@ -11,6 +12,7 @@ from .standalone import Standalone
 from .union import Union
 
 __all__ = [
+    "MTP",
     "AttentionCall",
     "Committed",
     "Draft",

@@ -162,13 +162,17 @@ class DraftHead(nn.Module):
         own: another engine may have prepared it too.
         """
         weight = target.embedding.weight
-        self.to(device=weight.device, dtype=weight.dtype)
+        self._place(weight.dtype, weight.device)
         self._max_len, self._vocab = target.max_len, len(weight)
         of_target = {id(parameter) for parameter in target.model.parameters()}
         self._of_target = {name for name, own in self._named() if id(own) in of_target}
         self._parts = self._make_parts()
         layouts = kv_layouts_of([layer.mixer for layer in self._parts.layers])
         self._hold(KvPools.allocate(layouts, num_pages, page_size, weight.dtype, weight.device))
+
+    def _place(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Move the weights to the device, and cast them to `dtype`."""
+        self.to(device=device, dtype=dtype)
 
     def _make_parts(self) -> Any:
         """Return what `forward` computes with: `layers`, and what precedes and follows them."""
@@ -291,13 +295,13 @@ class DraftHead(nn.Module):
         """
         raise NotImplementedError
 
-    def enter(self, tokens: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+    def enter(self, tokens: Tensor, features: Features, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of the first layer [B * Q, ...], normalized if it has an input norm, and the residual."""
         raise NotImplementedError
 
     def prefill(self, tokens: Tensor, features: Features, positions: Tensor, batch: PagedBatch) -> None:
         """Write the rows' KV."""
-        normed, state = self.enter(tokens, features)
+        normed, state = self.enter(tokens, features, positions)
         for before, layer in pairwise(self._parts.layers):
             normed, state = layer.enter(*before(normed, state, positions, batch))
         self._parts.layers[-1].mixer.write_cache(normed, positions, batch)

@@ -86,7 +86,7 @@ class EagleHead(DraftHead):
         """Return the states after the target's final norm [..., H], from those before it."""
         return self._target.decoder.norm(features)
 
-    def enter(self, tokens: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+    def enter(self, tokens: Tensor, features: Features, positions: Tensor) -> tuple[Tensor, Tensor]:
         each = features.table if features.rows is None else features.table[features.rows]
         state = self._parts.fc(torch.cat([self._parts.embedding(tokens.flatten()), each], dim=-1))
         norm = self._parts.layers[0].input_norm
@@ -102,7 +102,7 @@ class EagleHead(DraftHead):
         *,
         depth: int = 0,
     ) -> HeadOutput:
-        x, rest = self.pass_layers(*self.enter(tokens, features), positions, batch, only)
+        x, rest = self.pass_layers(*self.enter(tokens, features, positions), positions, batch, only)
         hidden = add_residual(x, rest, None)
         return HeadOutput(hidden, hidden)  # it predicts the target's normed state
 

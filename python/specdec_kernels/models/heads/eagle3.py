@@ -152,7 +152,7 @@ class Eagle3Head(DraftHead):
             features = torch.cat([norm(state) for norm, state in zip(state_norms, states, strict=True)], dim=-1)
         return self._parts.fc(features)
 
-    def enter(self, tokens: Tensor, features: Features) -> tuple[Tensor, Tensor]:
+    def enter(self, tokens: Tensor, features: Features, positions: Tensor) -> tuple[Tensor, Tensor]:
         parts = self._parts
         pairs, state = rms_norm_concat(
             parts.embeddings,
@@ -177,7 +177,7 @@ class Eagle3Head(DraftHead):
         *,
         depth: int = 0,
     ) -> HeadOutput:
-        x, residual = self.pass_layers(*self.enter(tokens, features), positions, batch, only)
+        x, residual = self.pass_layers(*self.enter(tokens, features, positions), positions, batch, only)
         normed, hidden = self._parts.norm.add_norm(x, residual)
         return HeadOutput(normed if self.norm_output else hidden, normed)
 

@@ -28,6 +28,7 @@ from .checkpoint import float8_tensors, local_folder, some, tensor_names
 from .formats import Scheme
 from .kv_scales import SCALE_NAME
 from .model_config import is_mxfp4, scheme_in
+from .mtp_layouts import mtp_prefixes
 from .quantized_loading import STORED_BY, QuantizedLinearsConfig, known_as, load_quantized, of_any_expert
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -103,7 +104,10 @@ def make_ordinary(model: nn.Module) -> None:
 
 
 def from_folder(source: str | Path, dtype: torch.dtype, name: str, draft_prefixes: tuple[str, ...] = ()) -> Any:
-    """Return the module of a folder or hub id, whose every tensor is loaded; see `load_causal_lm`."""
+    """Return the module of a folder or hub id, whose every tensor is loaded; see `load_causal_lm`.
+
+    Tensors of MTP layers are left out.
+    """
     if (Path(source) / "generation_config.json").exists():
         GenerationConfig.from_pretrained(str(source))  # from_pretrained drops a broken one, and its stop tokens
     config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
@@ -115,6 +119,7 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str, draft_prefixe
         )
     values, _ = PretrainedConfig.get_config_dict(str(source))
     scheme = scheme_in(values, f"{name}: {source}")
+    num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
     mxfp4 = values["quantization_config"] if is_mxfp4(values) else None
     for part in (config, config.get_text_config(decoder=True)):
         for key in ("quantization_config", "compression_config"):
@@ -125,6 +130,7 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str, draft_prefixe
     linears, theirs, other_experts, filled = set[str](), set[str](), set[str](), set[str]()
     if scheme is not None:
         folder = local_folder(source, name)
+        draft_prefixes += mtp_prefixes(tensor_names(folder), num_layers)
         names = {tensor for tensor in tensor_names(folder) if not tensor.startswith(draft_prefixes)}
         linears = scheme.linears(names)
         theirs = {tensor for path in linears for tensor in scheme.tensors_of(path)} & names
@@ -142,6 +148,7 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str, draft_prefixe
         **own,
     )
     model, info = loaded
+    draft_prefixes += mtp_prefixes(info["unexpected_keys"], num_layers)
     known = known_as(theirs, model)
     if scheme is not None:
         filled = load_quantized(model, folder, scheme, linears, theirs, f"{name}: {source}")

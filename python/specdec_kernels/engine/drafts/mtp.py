@@ -1,0 +1,66 @@
+"""MTP: the multi-token-prediction layer that a target ships with drafts.
+
+Rows are those of an EAGLE head: row i pairs token i+1 with the state of position i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...models.heads.mtp import MtpCheckpoint, MtpHead, load_mtp_head
+from ...models.weights.model_config import model_name
+from .context import DraftContext
+from .eagle import HeadDraft
+from .model import ModelDraft
+from .needs import Needs
+
+
+@dataclass
+class MTP(HeadDraft):
+    """Drafts with a multi-token-prediction (MTP) layer, such as GLM-4.5's or MiMo's (docs/heads.md).
+
+    The layer is applied once for each step.
+
+    Args:
+        head: folder or hub id of a language model with the layer; None: the target's own checkpoint.
+        num_steps, topk, num_nodes, sampled: as for `Eagle3`.
+
+    Raises:
+        ValueError: as for `Eagle3`; a checkpoint without an MTP layer, or with several.
+    """
+
+    head: str | Path | None = None
+
+    kind = MtpHead
+
+    def __post_init__(self) -> None:
+        ModelDraft.__post_init__(self)
+        if self.head is not None and not isinstance(self.head, str | Path):
+            raise ValueError(f"MTP: head is a {type(self.head).__name__}, expected a folder, a hub id or None")
+
+    @property
+    def model_name(self) -> str:
+        return "target" if self.head is None else model_name(self.head)
+
+    @property
+    def tensor_prefix(self) -> str:
+        return self.module.prefix if self.head is None and self.is_open else ""
+
+    def needs(self, target: Any) -> Needs:
+        checkpoint = self._checkpoint(target)
+        needs = self.model_needs(checkpoint.config, 1, feature_layers=(target.num_hidden_layers,))
+        return replace(needs, tensor_prefixes=(checkpoint.prefix,) if self.head is None else ())
+
+    def load(self, context: DraftContext) -> MtpHead:
+        checkpoint = self._checkpoint(context.target.config)
+        sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
+        return load_mtp_head(checkpoint, context.target, **sizes)
+
+    def _checkpoint(self, target: Any) -> MtpCheckpoint:
+        """Return the checkpoint, where `target` is the target's config."""
+        source = self.head or target.name_or_path
+        if not source:
+            raise ValueError("MTP: head is None, expected a folder or hub id for a target that has none")
+        return MtpCheckpoint.open(source)

@@ -1,0 +1,355 @@
+"""Multi-token-prediction (MTP) layers that a language model ships with (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+The decoder layer is one of the target's own, so the target's family makes it. Row i pairs token i+1 with a state of
+position i: for a committed row the target's, after its final norm; for a row that the layer drafted, the layer's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from ...ops import rms_norm_concat
+from ..backends.native import CausalLM
+from ..families import family_of
+from ..language_model import LanguageModel
+from ..layers.decoder_layer import Layer
+from ..layers.embedding import LMHead
+from ..layers.linear import Linear, linear_of
+from ..layers.norm import Norm, RMSNorm
+from ..layers.paged_batch import PagedBatch
+from ..weights.checkpoint import load_tensors, local_folder, some, tensor_names
+from ..weights.loading import DTYPES, check_modules, place
+from ..weights.model_config import config_of
+from ..weights.mtp_layouts import (
+    EMBEDDING,
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    LAYER,
+    LM_HEAD,
+    PROJECTION,
+    STATE_NORM,
+    MtpLayout,
+    only_layout,
+)
+from ..weights.update import Skeleton, Update, expect_floats, expect_tensors, updates_of
+from .base import DraftHead, Features, HeadOutput
+
+NAME = "MTP head"
+
+
+@dataclass(frozen=True)
+class MtpCheckpoint:
+    """A checkpoint with an MTP layer.
+
+    Attributes:
+        folder: of a language model, whose config is the layer's too; other tensors than the layer's may be missing.
+        config: of the language model's text part.
+        layout: of the MTP layer's tensors.
+    """
+
+    folder: Path
+    config: Any
+    layout: MtpLayout
+
+    @classmethod
+    def open(cls, source: str | Path) -> MtpCheckpoint:
+        """Find the MTP layer of a folder or hub id.
+
+        Raises:
+            ValueError: there is none, or more than one; no language model that transformers knows.
+        """
+        folder = local_folder(source, "MTP: head")
+        config = config_of(folder, NAME)
+        layout = only_layout(tensor_names(folder), config.num_hidden_layers, f"{NAME}: {folder}")
+        return cls(folder, config, layout)
+
+    @property
+    def prefix(self) -> str:
+        return self.layout.prefix_of(self.config.num_hidden_layers)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the layer's tensors by our names.
+
+        Raises:
+            ValueError: a tensor of quantized elements.
+        """
+        tensors: dict[str, Tensor] = {}
+        for key, tensor in load_tensors(self.folder, lambda key: key.startswith(self.prefix)).items():
+            if tensor.dtype not in DTYPES:
+                raise ValueError(
+                    f"{NAME}: {self.folder} has {key} of {tensor.dtype}, expected one of {', '.join(map(str, DTYPES))} "
+                    "(heads are not dequantized)"
+                )
+            if not key.endswith("rotary_emb.inv_freq"):
+                tensors[self.layout.own_name(key.removeprefix(self.prefix))] = tensor
+        return tensors
+
+
+class MtpParts(NamedTuple):
+    embeddings: Tensor
+    embedding_norm: RMSNorm
+    state_norm: RMSNorm
+    fc: Linear
+    layers: list[Layer]
+    norm: Norm
+    head: LMHead
+
+
+class MtpHead(DraftHead):
+    """An MTP layer over a target. Its norms and projection have no storage until they are loaded.
+
+    Args:
+        lm: a language model of transformers whose only layer is the MTP layer's; its embedding, final norm and LM head
+            are the layer's own, or the target's modules.
+        layout: of the checkpoint.
+        prefix: of the layer's tensors in the checkpoint.
+    """
+
+    name = "MTP"
+    _parts: MtpParts
+
+    def __init__(self, lm: Any, layout: MtpLayout, prefix: str) -> None:
+        config = lm.config
+        super().__init__(config)
+        self.layout, self.prefix = layout, prefix
+        self.lm = lm
+        hidden, norm = config.hidden_size, type(lm.get_decoder().norm)
+        with torch.device("meta"):
+            self.embedding_norm, self.state_norm = (norm(hidden, eps=config.rms_norm_eps) for _ in range(2))
+            self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        self._skeleton: Skeleton | None = None
+
+    def prepare(self, target: LanguageModel, num_pages: int, page_size: int) -> None:
+        assert isinstance(target, CausalLM)
+        self._target = target  # no nn.Module, so its parameters do not become the head's
+        super().prepare(target, num_pages, page_size)
+
+    def _place(self, dtype: torch.dtype, device: torch.device) -> None:
+        place(self.lm, dtype, device)
+        for module in (self.embedding_norm, self.state_norm, self.fc):
+            module.to(device=device, dtype=dtype)
+
+    def _make_parts(self) -> MtpParts:
+        family: Any = family_of(self.config, NAME)
+        decoder = family.decoder(self.lm, self._max_len, self.fc.weight.device)
+        return MtpParts(
+            embeddings=self.lm.get_input_embeddings().weight.detach(),
+            embedding_norm=family.norm(self.embedding_norm),
+            state_norm=family.norm(self.state_norm),
+            fc=linear_of(self.fc),
+            layers=decoder.layers,
+            norm=decoder.norm,
+            head=decoder.head,
+        )
+
+    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
+        expect_tensors(weights, name)
+        expect_floats(weights, name)
+        own = {key: self.layout.own_name(key.removeprefix(self.prefix)) for key in weights}
+        parameters, of_layer, updates = dict(self._named()), dict[str, Tensor](), list[Update]()
+        for key, place_name in own.items():
+            if f"lm.{place_name}" in self._of_target:
+                continue  # a copy of the target's, which has its own update
+            if place_name not in parameters:
+                of_layer[place_name] = weights[key]
+                continue
+            parameter = parameters[place_name]
+            if weights[key].shape != parameter.shape:
+                shapes = list(weights[key].shape), list(parameter.shape)
+                raise ValueError(f"{name} has {key} of shape {shapes[0]}, expected {shapes[1]}")
+            updates.append(Update(parameter.data, weights[key], parameter))
+        if of_layer:
+            self._skeleton = self._skeleton or Skeleton(self.lm)
+            try:
+                updates += updates_of(self.lm, self._skeleton, of_layer, self.pools, name)
+            except ValueError as error:
+                stored = f"{self.prefix}{self.layout.stored_name(LAYER + '.')}"
+                raise ValueError(str(error).replace(f"{LAYER}.", stored)) from None
+        return updates
+
+    def join(self, features: Tensor) -> Tensor:
+        """Return the states after the target's final norm [..., H], from those before it."""
+        return self._target.decoder.norm(features)
+
+    def enter(self, tokens: Tensor, features: Features, positions: Tensor) -> tuple[Tensor, Tensor]:
+        parts, hidden = self._parts, self.config.hidden_size
+        ids, rows = tokens.flatten().contiguous(), features.rows
+        embedding_norm, state_norm = parts.embedding_norm.weight, parts.state_norm.weight
+        eps = parts.embedding_norm.eps
+        if self.layout.state_first:
+            if rows is None:
+                rows = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+            pairs, _ = rms_norm_concat(
+                features.table, rows, state_norm, parts.embeddings, embedding_norm, eps, feature_rows=ids
+            )
+            embedded = pairs[:, hidden:]
+        else:
+            pairs, _ = rms_norm_concat(
+                parts.embeddings, ids, embedding_norm, features.table, state_norm, eps, feature_rows=rows
+            )
+            embedded = pairs[:, :hidden]
+        if self.layout.zeroes_first_embedding:  # the norm of zeros is zeros
+            embedded.masked_fill_((positions.flatten() == 0)[:, None], 0)
+        return parts.layers[0].enter(parts.fc(pairs), None)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        features: Features,
+        positions: Tensor,
+        batch: PagedBatch,
+        only: Tensor | None = None,
+        *,
+        depth: int = 0,
+    ) -> HeadOutput:
+        x, residual = self.pass_layers(*self.enter(tokens, features, positions), positions, batch, only)
+        normed, hidden = self._parts.norm.add_norm(x, residual)
+        return HeadOutput(normed if self.layout.passes_normed_state else hidden, normed)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        return self._parts.head(normed)
+
+
+def load_mtp_head(checkpoint: MtpCheckpoint, target: LanguageModel, *, num_pages: int, page_size: int) -> MtpHead:
+    """Return a checkpoint's MTP layer with KV pools of the target's page geometry.
+
+    Embedding and LM head are the target's where the checkpoint has none for the layer, or copies of the target's.
+
+    Raises:
+        ValueError: a target that does not run by our layers; tensors that are missing, unknown, quantized or of another
+            shape, by their names in the checkpoint.
+    """
+    if not isinstance(target, CausalLM):
+        raise ValueError(f"{NAME}: the target runs by transformers' modules, expected a native one")
+    config, what = checkpoint.config, f"{NAME}: {checkpoint.folder}"
+    for size in ("hidden_size", "vocab_size"):
+        if getattr(config, size) != (wanted := getattr(target.config, size)):
+            raise ValueError(f"{what} has {size} {getattr(config, size)}, expected the target's {wanted}")
+    tensors = checkpoint.tensors()
+    modules = shared_modules(checkpoint.layout, tensors, target)
+    for path, kind in ((EMBEDDING, nn.Embedding), (LM_HEAD, nn.Linear)):
+        weight = tensors.pop(f"{path}.weight", None)
+        if path not in modules and weight is not None:
+            modules[path] = module_of(kind, weight)
+    of_layer = {key: tensors.pop(key) for key in list(tensors) if key.startswith((f"{LAYER}.", f"{FINAL_NORM}."))}
+    lm, faults = model_of_one_layer(config, of_layer, tuple(modules), target.embedding.weight.dtype)
+    for path, module in modules.items():
+        lm.set_submodule(path, module)
+    head = MtpHead(lm, checkpoint.layout, checkpoint.prefix)
+    for name in (EMBEDDING_NORM, STATE_NORM, PROJECTION):
+        key, module = f"{name}.weight", getattr(head, name)
+        tensor = tensors.pop(key, None)
+        if tensor is None:
+            faults.missing.append(key)
+        elif tensor.shape != module.weight.shape:
+            faults.mismatched.append((key, tensor.shape, module.weight.shape))
+        else:
+            module.weight = nn.Parameter(tensor, requires_grad=False)
+    faults.unknown.extend(tensors)
+    faults.check(what, lambda own: checkpoint.prefix + checkpoint.layout.stored_name(own))
+    check_modules(lm, NAME)
+    head.prepare(target, num_pages, page_size)
+    return head
+
+
+class Faults(NamedTuple):
+    """Tensors that do not fit, by our names: `mismatched` ones with the shape that they have and the expected one."""
+
+    missing: list[str]
+    unknown: list[str]
+    mismatched: list[tuple[str, torch.Size, torch.Size]]
+
+    def check(self, what: str, stored_name: Callable[[str], str]) -> None:
+        """Raise a ValueError if there is one; `stored_name` returns the checkpoint's name of a tensor."""
+        found = []
+        if self.missing:
+            found.append(f"lacks {some([*map(stored_name, self.missing)])}")
+        if self.unknown:
+            found.append(f"has {some([*map(stored_name, self.unknown)])}, which this engine does not know")
+        for key, got, expected in self.mismatched[:1]:
+            found.append(f"has {stored_name(key)} of shape {list(got)}, expected {list(expected)}")
+        if found:
+            raise ValueError(f"{what} {' and '.join(found)}")
+
+
+def shared_modules(layout: MtpLayout, tensors: Mapping[str, Tensor], target: CausalLM) -> dict[str, nn.Module]:
+    """Return the modules that an MTP layer shares with its target, by our names.
+
+    A tensor of the layer's that is equal to the target's is a copy, which is not kept.
+    """
+    shared: dict[str, nn.Module] = {}
+    for path, module in ((EMBEDDING, target.embedding), (LM_HEAD, target.lm_head)):
+        tensor, weight = tensors.get(f"{path}.weight"), getattr(module, "weight", None)
+        is_copy = tensor is not None and isinstance(weight, Tensor) and torch.equal(tensor.to(weight), weight)
+        if tensor is None or is_copy:
+            shared[path] = module
+    if layout.final_norm is None:
+        shared[FINAL_NORM] = target.model.get_decoder().norm
+    return shared
+
+
+def module_of(kind: type[nn.Embedding] | type[nn.Linear], weight: Tensor) -> nn.Module:
+    """Return an embedding or a linear with this weight."""
+    rows, columns = weight.shape
+    with torch.device("meta"):
+        module = nn.Embedding(rows, columns) if kind is nn.Embedding else nn.Linear(columns, rows, bias=False)
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+def model_of_one_layer(
+    config: Any, tensors: Mapping[str, Tensor], replaced: tuple[str, ...], dtype: torch.dtype
+) -> tuple[Any, Faults]:
+    """Return a model of transformers of the config's type whose only layer has these tensors, and what does not fit.
+
+    Modules that are to be `replaced` are small; so are the embedding and the LM head.
+
+    Raises:
+        ValueError: a type without a language model of its own.
+    """
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"{NAME}: model_type is {config.model_type!r}, expected a causal language model's")
+    small = {EMBEDDING: (1, config.hidden_size), LM_HEAD: (1, config.hidden_size), FINAL_NORM: (config.hidden_size,)}
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    lm, info = kind.from_pretrained(
+        None,
+        config=config_of_one_layer(config, has_experts=any(".experts." in key for key in tensors)),
+        state_dict={f"{path}.weight": torch.zeros(small[path]) for path in replaced} | dict(tensors),
+        dtype=dtype,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    return lm, Faults(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), sorted(info["mismatched_keys"]))
+
+
+def config_of_one_layer(config: Any, has_experts: bool) -> Any:
+    """Return the config of a model whose only layer is the full-attention layer of an MTP layer."""
+    config = deepcopy(config)
+    for key in ("quantization_config", "compression_config"):
+        vars(config).pop(key, None)
+    values = {
+        "num_hidden_layers": 1,
+        "vocab_size": 1,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse" if has_experts else "dense"],
+        "first_k_dense_replace": 0 if has_experts else 1,
+        "mlp_only_layers": [] if has_experts else [0],
+        "decoder_sparse_step": 1,
+        "moe_layer_start_index": 0 if has_experts else 1,
+        "moe_layer_end_index": 0,
+        "moe_layer_interval": 1,
+    }
+    for name, value in values.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    return config

@@ -1,0 +1,183 @@
+"""Multi-token-prediction (MTP) layers in checkpoints of language models: a value for each layout that is published.
+
+An MTP layer predicts token i+2 from the embedding of token i+1 and a state of position i. Both are normalized and
+concatenated; a projection makes them the input of one decoder layer. docs/heads.md has the source of each fact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# Modules of an `MtpHead`, and of the model of one layer in it.
+EMBEDDING_NORM, STATE_NORM, PROJECTION = "embedding_norm", "state_norm", "fc"
+LAYER, FINAL_NORM, EMBEDDING, LM_HEAD = "model.layers.0", "model.norm", "model.embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class MtpLayout:
+    """Names of an MTP layer's modules in a checkpoint, and what no tensor shows about it.
+
+    Names follow `prefix`. "{layer}" in the prefix stands for the number of the target's layers.
+
+    Attributes:
+        prefix: of all its tensors.
+        index: a pattern of names, whose group is the index of an MTP layer.
+        embedding_norm, state_norm, projection, block: modules; the block is the decoder layer, "" if its parts follow
+            the prefix.
+        final_norm: the norm before the LM head; None: the target's.
+        embedding, lm_head: modules of its own, in checkpoints that have them; None: it shares the target's.
+        state_first: the projection reads [state, embedding] instead of [embedding, state].
+        zeroes_first_embedding: the embedding is zero at position 0.
+        passes_normed_state: the next draft step reads the state after the final norm, instead of the one before it.
+    """
+
+    prefix: str
+    index: str
+    embedding_norm: str
+    state_norm: str
+    projection: str
+    block: str
+    final_norm: str | None
+    embedding: str | None = None
+    lm_head: str | None = None
+    state_first: bool = False
+    zeroes_first_embedding: bool = False
+    passes_normed_state: bool = True
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """Return our name of each module that has one of its own in the checkpoint, by the name there."""
+        named = {
+            self.embedding_norm: EMBEDDING_NORM,
+            self.state_norm: STATE_NORM,
+            self.projection: PROJECTION,
+            self.final_norm: FINAL_NORM,
+            self.embedding: EMBEDDING,
+            self.lm_head: LM_HEAD,
+        }
+        return {stored: own for stored, own in named.items() if stored is not None}
+
+    def own_name(self, key: str) -> str:
+        """Return our name of a tensor whose name under the prefix is `key`."""
+        module, _, parameter = key.rpartition(".")
+        if module in self.modules:
+            return f"{self.modules[module]}.{parameter}"
+        block = f"{self.block}." if self.block else ""
+        return f"{LAYER}.{key.removeprefix(block)}" if key.startswith(block) else key
+
+    def stored_name(self, own: str) -> str:
+        """Return the name under the prefix of a tensor that we call `own`."""
+        module, _, parameter = own.rpartition(".")
+        stored = next((stored for stored, ours in self.modules.items() if ours == module), None)
+        if stored is not None:
+            return f"{stored}.{parameter}"
+        block = f"{self.block}." if self.block else ""
+        return own.replace(f"{LAYER}.", block, 1)
+
+    def prefix_of(self, num_layers: int) -> str:
+        """Return the prefix in a checkpoint of a target with `num_layers` layers."""
+        return self.prefix.format(layer=num_layers)
+
+    def fits(self, names: Iterable[str], num_layers: int) -> bool:
+        """Return whether a checkpoint with tensors of these names has an MTP layer of this layout."""
+        prefix = self.prefix_of(num_layers)
+        return {f"{prefix}{self.projection}.weight", f"{prefix}{self.state_norm}.weight"} <= set(names)
+
+    def layers(self, names: Iterable[str], num_layers: int) -> list[int]:
+        """Return the indices of MTP layers, increasing."""
+        indices = {int(match[1]) for name in names if (match := re.match(self.index, name))}
+        return sorted(index for index in indices if "{layer}" not in self.prefix or index >= num_layers)
+
+    def prefixes(self, names: Iterable[str], num_layers: int) -> tuple[str, ...]:
+        """Return the prefixes of all MTP layers."""
+        if "{layer}" not in self.prefix:
+            return (self.prefix,)
+        return tuple(self.prefix.format(layer=index) for index in self.layers(names, num_layers))
+
+
+# GLM-4.5, 4.6 and 4.7, and other checkpoints in DeepSeek-V3's layout with attention that the target's family has.
+NEXTN = MtpLayout(
+    prefix="model.layers.{layer}.",
+    index=r"model\.layers\.(\d+)\.",
+    embedding_norm="enorm",
+    state_norm="hnorm",
+    projection="eh_proj",
+    block="",
+    final_norm="shared_head.norm",
+    embedding="embed_tokens",
+    lm_head="shared_head.head",
+)
+
+MIMO = MtpLayout(
+    prefix="model.mtp_layers.",
+    index=r"model\.mtp_layers\.(\d+)\.",
+    embedding_norm="0.token_layernorm",
+    state_norm="0.hidden_layernorm",
+    projection="0.input_proj",
+    block="0",
+    final_norm="0.final_layernorm",
+    state_first=True,
+    zeroes_first_embedding=True,
+)
+
+ERNIE = MtpLayout(
+    prefix="model.mtp_",
+    index=r"model\.mtp_block\.(\d+)\.",
+    embedding_norm="emb_norm.0",
+    state_norm="hidden_norm.0",
+    projection="linear_proj.0",
+    block="block.0",
+    final_norm=None,
+    zeroes_first_embedding=True,
+)
+
+# Qwen3-Next and Qwen3.5, and EXAONE MoE.
+QWEN = MtpLayout(
+    prefix="mtp.",
+    index=r"mtp\.layers\.(\d+)\.",
+    embedding_norm="pre_fc_norm_embedding",
+    state_norm="pre_fc_norm_hidden",
+    projection="fc",
+    block="layers.0",
+    final_norm="norm",
+    embedding="embed_tokens",
+    lm_head="lm_head",
+)
+
+LAYOUTS = (NEXTN, MIMO, ERNIE, QWEN)
+
+
+def layout_of(names: Iterable[str], num_layers: int) -> MtpLayout | None:
+    """Return the layout of a checkpoint's MTP layer, by its tensors' names; None: it has no layer that we know."""
+    names = set(names)
+    return next((layout for layout in LAYOUTS if layout.fits(names, num_layers)), None)
+
+
+def mtp_prefixes(names: Iterable[str], num_layers: int) -> tuple[str, ...]:
+    """Return the prefixes of a checkpoint's MTP layers; none if it has none."""
+    names = set(names)
+    layout = layout_of(names, num_layers)
+    return () if layout is None else layout.prefixes(names, num_layers)
+
+
+def only_layout(names: Iterable[str], num_layers: int, what: str) -> MtpLayout:
+    """Return the layout of a checkpoint, in errors `what`, with one MTP layer.
+
+    Raises:
+        ValueError: no MTP layer, with the prefixes where one would be; several of them.
+    """
+    names = set(names)
+    layout = layout_of(names, num_layers)
+    if layout is None:
+        prefixes = [repr(each.prefix_of(num_layers)) for each in LAYOUTS]
+        raise ValueError(
+            f"{what} has no MTP layer under {', '.join(prefixes[:-1])} or {prefixes[-1]}, expected one "
+            "(some exporters and quantizers drop these tensors)"
+        )
+    layers = layout.layers(names, num_layers)
+    if len(layers) > 1:
+        found = ", ".join(map(str, layers))
+        raise ValueError(f"{what} has MTP layers {found}, expected one alone (layers in turn are not supported)")
+    return layout

@@ -1,0 +1,151 @@
+"""MTP layers as drafts: texts are the target's, and drafts those of the layer's formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
+from support.mtp_checkpoints import CASES, Reference, write_target_with_mtp
+from support.random_checkpoints import random_prompts
+from support.recorded_chains import record_chains
+from support.tiny_checkpoint import Comparison, greedy_by_transformers
+
+patched = pytest.MonkeyPatch.context
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+CHAIN: dict[str, Any] = {"num_steps": 3, "topk": 1}
+TREE: dict[str, Any] = {"num_steps": 3, "topk": 3, "num_nodes": 10}
+
+
+def make_engine(target: Path, draft: Draft | None, **options: Any) -> Engine:
+    defaults: dict[str, Any] = {"adaptive": False, "max_len": 128, "num_slots": 2, "page_size": 4}
+    return Engine(target, draft=draft, dtype=torch.float32, device="cpu", **(defaults | options))
+
+
+def texts(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.tokens for output in engine.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_texts_are_the_target_s_and_chains_the_formula_s(name: str, tmp_path: Path) -> None:
+    folder = write_target_with_mtp(tmp_path / "target", name)
+    reference, prompts = Reference(folder, name), random_prompts(3)
+    comparison = Comparison(reference.target)
+    expected = greedy_by_transformers(reference.target, prompts, 12, eos_token_id=None)
+    drawn = [replace(GREEDY, temperature=0.9, top_p=0.95, seed=seed) for seed in range(3)]
+    with make_engine(folder, None) as engine:
+        plain = [engine.generate([prompt], params)[0].tokens for prompt, params in zip(prompts, drawn, strict=True)]
+    for options in (CHAIN, TREE):
+        # Patches end before the engine closes the draft, which forgets its attributes.
+        with make_engine(folder, MTP(**options), prefill_chunk=7, rounds_in_flight=1) as engine, patched() as patch:
+            drafted = record_chains(engine, patch)
+            for prompt, ours, theirs in zip(prompts, texts(engine, prompts), expected, strict=True):
+                comparison.check(prompt, ours, theirs)
+            if options is CHAIN:
+                compare_chains(reference, drafted, [p + t for p, t in zip(prompts, expected, strict=True)])
+            outputs = [engine.generate([prompt], params)[0] for prompt, params in zip(prompts, drawn, strict=True)]
+            assert [output.tokens for output in outputs] == plain
+    assert len(comparison.near_ties) <= 1
+
+
+def compare_chains(reference: Reference, drafted: list[tuple[int, list[int]]], whole: list[list[int]]) -> None:
+    """Check that each chain is what the formula drafts after the first tokens of some text."""
+    assert len(drafted) >= 15
+    chains = {
+        length: [reference.chain(text[: length + 1], 3)[0] for text in whole if length < len(text)]
+        for length in {length for length, _ in drafted}
+    }
+    wrong = [length for length, chain in drafted if chain not in chains[length]]
+    assert len(wrong) <= 1  # a near-tie
+
+
+def test_drawn_drafts_and_unions_give_texts(tmp_path: Path) -> None:
+    folder = write_target_with_mtp(tmp_path / "target", "glm4_moe")
+    prompts = random_prompts(3)
+    with make_engine(folder, None) as engine:
+        expected = texts(engine, prompts)
+    drafts = MTP(num_steps=3, topk=1, sampled=True), Union(MTP(**TREE), Ngram(num_nodes=8), num_nodes=10)
+    for draft in drafts:
+        with make_engine(folder, draft) as engine:
+            assert texts(engine, prompts) == expected
+            drawn = replace(GREEDY, temperature=1.0, seed=3)
+            assert texts(engine, prompts[:1], drawn) == texts(engine, prompts[:1], drawn)
+
+
+def test_another_checkpoint_s_layer_drafts_as_the_target_s_own(tmp_path: Path) -> None:
+    folder, prompts = write_target_with_mtp(tmp_path / "target", "mimo"), random_prompts(3)
+    rounds = []
+    for draft in (MTP(**TREE), MTP(folder, **TREE)):
+        with make_engine(folder, draft) as engine:
+            rounds.append([(out.tokens, out.stats.rounds) for out in engine.generate(prompts, GREEDY)])
+    assert rounds[0] == rounds[1]
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next"])
+def test_update_weights_and_sleep_reach_the_layer(name: str, tmp_path: Path) -> None:
+    folder, prompts = write_target_with_mtp(tmp_path / "target", name), random_prompts(2)
+    weights = load_file(folder / "model.safetensors")
+    with make_engine(folder, MTP(**CHAIN), rounds_in_flight=1) as engine, patched() as patch:
+        drafted = record_chains(engine, patch)
+        expected = texts(engine, prompts)
+        before = list(drafted)
+        engine.sleep(2)
+        engine.wake()
+        engine.update_weights(weights)
+        drafted.clear()
+        assert texts(engine, prompts) == expected
+        assert drafted == before
+        block = CASES[name].block
+        half = {key: weight / 2 for key, weight in weights.items() if key.startswith(f"{block}self_attn.q_proj")}
+        norm = f"{CASES[name].names['hnorm']}.weight"
+        engine.update_weights(half | {norm: weights[norm].flip(0)})
+        drafted.clear()
+        assert texts(engine, prompts) == expected
+        assert drafted != before
+        with pytest.raises(ValueError, match=rf"^update_weights: weights has {block}mlp.unknown.weight, unknown to "):
+            engine.update_weights({f"{block}mlp.unknown.weight": torch.ones(1)})
+
+
+def test_adaptive_engines_with_a_prefix_cache_write_the_same_texts(tmp_path: Path) -> None:
+    folder, prompts = write_target_with_mtp(tmp_path / "target", "glm4_moe"), random_prompts(3)
+    with make_engine(folder, None) as engine:
+        expected = texts(engine, prompts)
+    with make_engine(folder, MTP(**TREE), adaptive=True, prefix_cache=True) as engine:
+        assert texts(engine, prompts) == expected
+        assert texts(engine, prompts) == expected
+
+
+def test_a_migrated_request_goes_on_with_its_drafts(tmp_path: Path) -> None:
+    folder, [prompt] = write_target_with_mtp(tmp_path / "target", "qwen3_next"), random_prompts(1)
+    with make_engine(folder, MTP(**CHAIN)) as one, make_engine(folder, MTP(**CHAIN)) as other:
+        expected = one.generate([prompt], replace(GREEDY, max_new_tokens=60))[0]
+        request: Request = one.submit(prompt, replace(GREEDY, max_new_tokens=60))
+        next(iter(request))
+        if (exported := one.export_request(request)) is not None:  # None: it has ended by now
+            request = other.import_request(exported)
+        assert request.result().tokens == expected.tokens
+
+
+def test_drafts_without_an_mtp_layer_leave_its_tensors_out(tmp_path: Path) -> None:
+    folder, prompts = write_target_with_mtp(tmp_path / "target", "qwen3_next"), random_prompts(2)
+    with make_engine(folder, MTP(**CHAIN)) as engine:
+        expected = texts(engine, prompts)
+    with make_engine(folder, Ngram(num_nodes=4)) as engine:
+        assert texts(engine, prompts) == expected
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        MTP(3)  # type: ignore[arg-type]
+    assert str(error.value) == "MTP: head is a int, expected a folder, a hub id or None"
+    folder = write_target_with_mtp(tmp_path / "target", "mimo")
+    module = Reference(folder, "mimo").target
+    module.config.name_or_path = ""
+    with pytest.raises(ValueError) as error:
+        make_engine(module, MTP(**CHAIN))
+    assert str(error.value) == "MTP: head is None, expected a folder or hub id for a target that has none"

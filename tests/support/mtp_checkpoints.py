@@ -1,0 +1,161 @@
+"""Small random checkpoints of targets with an MTP layer, in the published layouts."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from support.random_checkpoints import save_random_model
+
+NUM_LAYERS = 2  # of the target
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, with the names that a checkpoint gives to the parts.
+
+    Attributes:
+        model_type: of the target.
+        names: of the parts that no decoder layer has, by the names in transformers' `MtpLayer`.
+        block: prefix of the decoder layer.
+        own: names of copies of the target's embedding and LM head.
+        changes: entries of the config.
+        state_first: the projection reads the state, then the embedding.
+        zeroes_first_embedding: the embedding of row 0 is zero.
+    """
+
+    model_type: str
+    names: dict[str, str]
+    block: str
+    own: dict[str, str] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+    state_first: bool = False
+    zeroes_first_embedding: bool = False
+
+
+NEXTN, MIMO = f"model.layers.{NUM_LAYERS}.", "model.mtp_layers.0."
+CASES = {
+    "glm4_moe": Case(
+        "glm4_moe",
+        {"enorm": f"{NEXTN}enorm", "hnorm": f"{NEXTN}hnorm", "eh_proj": f"{NEXTN}eh_proj"}
+        | {"post_norm": f"{NEXTN}shared_head.norm"},
+        NEXTN,
+        {"model.embed_tokens": f"{NEXTN}embed_tokens", "lm_head": f"{NEXTN}shared_head.head"},
+        {"partial_rotary_factor": 0.5},
+    ),
+    "mimo": Case(
+        "qwen2",
+        {"enorm": f"{MIMO}token_layernorm", "hnorm": f"{MIMO}hidden_layernorm", "eh_proj": f"{MIMO}input_proj"}
+        | {"post_norm": f"{MIMO}final_layernorm"},
+        MIMO,
+        state_first=True,
+        zeroes_first_embedding=True,
+    ),
+    "ernie4_5_moe": Case(
+        "ernie4_5_moe",
+        {"enorm": "model.mtp_emb_norm.0", "hnorm": "model.mtp_hidden_norm.0", "eh_proj": "model.mtp_linear_proj.0"},
+        "model.mtp_block.0.",
+        changes={"moe_layer_end_index": 1},  # the layer after the target's is dense
+        zeroes_first_embedding=True,
+    ),
+    "qwen3_next": Case(
+        "qwen3",
+        {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
+        | {"post_norm": "mtp.norm"},
+        "mtp.layers.0.",
+    ),
+}
+
+
+def write_target_with_mtp(folder: Path, name: str, **extra: Tensor) -> Path:
+    """Write a target of NUM_LAYERS layers whose MTP layer has the decoder layer that would be its next.
+
+    `extra` are further tensors, or others in place of the layer's.
+    """
+    case = CASES[name]
+    save_random_model(folder, case.model_type, num_hidden_layers=NUM_LAYERS + 1, **case.changes)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = NUM_LAYERS
+    for key in ("layer_types", "mlp_layer_types"):
+        if config.get(key):
+            config[key] = config[key][:NUM_LAYERS]
+    (folder / "config.json").write_text(json.dumps(config))
+    file = folder / "model.safetensors"
+    last = f"model.layers.{NUM_LAYERS}."
+    tensors = {
+        key.replace(last, case.block) if key.startswith(last) else key: tensor
+        for key, tensor in load_file(file).items()
+    }
+    hidden = config["hidden_size"]
+    torch.manual_seed(5)
+    for part, stored in case.names.items():
+        shape = (hidden, 2 * hidden) if part == "eh_proj" else (hidden,)
+        values = torch.randn(shape) / (2 * hidden) ** 0.5 if part == "eh_proj" else torch.rand(shape) + 0.5
+        tensors[f"{stored}.weight"] = values
+    tensors["model.norm.weight"] = torch.rand(hidden) + 0.5  # else a norm of the normed state is that of the state
+    for module, stored in case.own.items():
+        tensors[f"{stored}.weight"] = tensors[f"{module}.weight"].clone()
+    save_file(tensors | extra, file, metadata={"format": "pt"})
+    return folder
+
+
+class Reference:
+    """The MTP layer of a checkpoint by its published formula, over a whole text at once.
+
+    The decoder layer is transformers' own.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.case, tensors = CASES[name], load_file(folder / "model.safetensors")
+        self.target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.weights = {part: tensors[f"{stored}.weight"] for part, stored in self.case.names.items()}
+        self.weights.setdefault("post_norm", tensors["model.norm.weight"])
+        embedding, head = ("model.embed_tokens", "lm_head")
+        self.embedding = tensors[f"{self.case.own.get(embedding, embedding)}.weight"]
+        self.head = tensors[f"{self.case.own.get(head, head)}.weight"]
+        config = copy.deepcopy(self.target.config)
+        config.num_hidden_layers += 1
+        if getattr(config, "layer_types", None):
+            config.layer_types = [*config.layer_types, "full_attention"]
+        last = f"model.layers.{NUM_LAYERS}."
+        block = {key.replace(self.case.block, last): t for key, t in tensors.items() if key.startswith(self.case.block)}
+        longer = type(self.target).from_pretrained(None, config=config, state_dict=tensors | block, dtype=torch.float32)
+        self.block, self.rotary = longer.model.layers[NUM_LAYERS].eval(), longer.model.rotary_emb
+
+    def norm(self, part: str, x: Tensor) -> Tensor:
+        eps = self.target.config.rms_norm_eps
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * self.weights[part]
+
+    def states(self, tokens: list[int], states: Tensor) -> Tensor:
+        """Return states [T, H] after the final norm, of tokens 1.. and states [T, H] of positions 0.."""
+        embedded = self.embedding[tokens].clone()
+        if self.case.zeroes_first_embedding:
+            embedded[0] = 0
+        pair = [self.norm("enorm", embedded), self.norm("hnorm", states)]
+        if self.case.state_first:
+            pair.reverse()
+        x = (torch.cat(pair, -1) @ self.weights["eh_proj"].T)[None]
+        positions = torch.arange(len(tokens))[None]
+        mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+        rotations = self.rotary(x, positions)
+        out = self.block(x, position_embeddings=rotations, attention_mask=mask, position_ids=positions)
+        return self.norm("post_norm", (out[0] if isinstance(out, tuple) else out)[0])
+
+    @torch.inference_mode()
+    def chain(self, text: list[int], steps: int) -> tuple[list[int], Tensor]:
+        """Return the likeliest chain after a text, and its logits [steps, V]."""
+        states = self.target.model(torch.tensor([text])).last_hidden_state[0, :-1]
+        tokens, logits = text[1:], []
+        for _ in range(steps):
+            last = self.states(tokens, states)[-1]
+            logits.append(self.head @ last)
+            tokens, states = [*tokens, int(logits[-1].argmax())], torch.cat([states, last[None]])
+        return tokens[len(text) - 1 :], torch.stack(logits)
