@@ -57,14 +57,21 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Drafting:
-    """Options of a draft with an EAGLE-3 head or a standalone model."""
+    """A draft: one of the package's with a synthetic model, one of another class, or none."""
 
     name: str
-    kind: Callable[..., Draft] | None
+    kind: type[Eagle3 | Standalone] | None  # whose synthetic model drafts
     num_steps: int = 0
     topk: int = 1
     num_nodes: int = 1
     adaptive: bool = False  # choose the number of nodes in each round
+    make: Callable[[Any], Draft] | None = None  # of a class of one's own, from the model of `kind`, else from None
+    scratch_rows: int = 0  # KV rows that it writes after the committed ones
+
+    @property
+    def accepts_by_itself(self) -> bool:
+        """Whether its acceptance is not the one of a synthetic model."""
+        return self.make is not None and self.kind is None
 
 
 ALGORITHMS = {
@@ -86,6 +93,31 @@ def drafting_of(algorithm: str) -> Drafting:
     return replace(d, num_nodes=num_nodes, num_steps=num_nodes - 1 if d.topk == 1 else d.num_steps)
 
 
+def own_drafting(name: str, shape: str, own_class: Any, make: Callable[[Any], Draft], checkpoint: Any) -> Drafting:
+    """Return the drafting of a class of one's own, with the sizes that it needs.
+
+    Without a checkpoint a class that inherits from `Eagle3` or `Standalone` gets the synthetic model of that kind.
+
+    Raises:
+        ValueError: no draft; what `make` and `needs` refuse.
+    """
+    kinds = [k for k in (Eagle3, Standalone) if isinstance(own_class, type) and issubclass(own_class, k)]
+    kind = kinds[0] if kinds and checkpoint is None else None
+    draft = make(checkpoint if kind is None else meta_draft(kind, shape))
+    if not isinstance(draft, Draft):
+        raise ValueError(f"--speculative-algorithm is {name}, expected module:Class of a Draft")
+    needs = draft.needs(shape_config(shape))
+    return Drafting(
+        name,
+        kind,
+        num_steps=needs.accept_width - 1,
+        topk=getattr(draft, "topk", 1),
+        num_nodes=needs.num_nodes,
+        make=lambda model: make(checkpoint if kind is None else model),
+        scratch_rows=needs.scratch_rows,
+    )
+
+
 @dataclass(frozen=True)
 class Setup:
     """A model, its drafts and the sizes of requests."""
@@ -100,6 +132,7 @@ class Setup:
     max_len: int | None = None  # longest sequence of the engine; None: what a request needs
     weights: str | None = None  # how the target's layers are stored, one of `STORED`; None: in dtype
     implementation: str = "native"  # backend of the target
+    cuda_graph: bool = True
 
     def __post_init__(self) -> None:
         if self.weights == "int4" and hasattr(shape_config(self.shape), "num_experts"):
@@ -120,7 +153,8 @@ class Setup:
     def num_pages(self, num_slots: int) -> int:
         """Return the pages that `num_slots` requests need, and at least those of the longest sequence."""
         d = self.drafting
-        written = max(d.num_nodes, d.num_steps + 1, d.topk * d.num_steps + 1) + 1  # rows that a round writes at most
+        # Rows that a round writes at most.
+        written = max(d.num_nodes, d.num_steps + 1, d.topk * d.num_steps + 1, d.scratch_rows) + 1
         return max(
             num_slots * -(-(self.needed_len + written) // PAGE_SIZE), -(-(self.engine_len + written) // PAGE_SIZE)
         )
@@ -136,13 +170,14 @@ class Setup:
             "topk": d.topk,
             "nodes": d.num_nodes,
             "adaptive": d.adaptive,
-            "accept": self.acceptance.name if d.num_steps else 1,
+            "accept": "its own" if d.accepts_by_itself else self.acceptance.name if d.num_steps else 1,
             "input": self.input,
             "output": self.output,
             "max_len": self.engine_len,
             "dtype": str(self.dtype).removeprefix("torch."),
             **({} if self.weights is None else {"weights": self.weights}),
             **({} if self.implementation == "native" else {"implementation": self.implementation}),
+            **({} if self.cuda_graph else {"cuda_graph": False}),
         }
 
 
@@ -246,6 +281,7 @@ class Bench:
             self.target,
             draft=draft_of(setup.drafting, self.draft),
             implementation=setup.implementation,
+            cuda_graph=setup.cuda_graph,
             adaptive=setup.drafting.adaptive,
             max_len=setup.engine_len,
             num_slots=max_batch,
@@ -261,8 +297,10 @@ class Bench:
         shape: dict[str, Any] = {"op": NAME, "params": setup.params(batch), "device": str(setup.device)}
         # An adaptive engine learns acceptance and costs in a long warm-up.
         self.generate(batch, 0, setup.output if setup.drafting.adaptive else WARM_UP_TOKENS, None)
-        drafts = setup.drafting.num_steps > 0
-        requests_differ = drafts and isinstance(setup.acceptance, PublishedAcceptance)
+        drafts, by_itself = setup.drafting.num_steps > 0, setup.drafting.accepts_by_itself
+        if by_itself:
+            self.engine.core.forget_texts()  # of the warm-up and of other batch sizes
+        requests_differ = drafts and (by_itself or isinstance(setup.acceptance, PublishedAcceptance))
         waves = -(-REQUESTS // batch) if requests_differ else 1
         before, clocks = self.engine.stats(), []
         with nothing_collected():
@@ -399,6 +437,8 @@ def nodes_text(shares: dict[float, float]) -> str:
 
 def draft_of(d: Drafting, model: Any) -> Draft | None:
     """Return the draft, None for plain decoding."""
+    if d.make is not None:
+        return d.make(model)
     if d.kind is None:
         return None
     return d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes)
@@ -446,21 +486,32 @@ def selected(module: Any, experts: Weights, num_rows: int | None) -> Weights:
 
 
 def memory_needed(setup: Setup, max_batch: int) -> int:
-    """Return the bytes of weights and KV, plus a tenth for everything else; allocates nothing."""
+    """Return the bytes of weights and KV, plus a tenth for everything else; allocates nothing.
+
+    The checkpoint of a draft of one's own is not counted.
+    """
     config = shape_config(setup.shape)
     item = setup.dtype.itemsize
     with torch.device("meta"):
         models: list[Any] = [AutoModelForCausalLM.from_config(config)]
-        if setup.drafting.kind is Eagle3:
-            models.append(Eagle3Head(eagle3_config(config), 3, draft_vocab_of(config)))
-        elif setup.drafting.kind is Standalone:
-            models.append(AutoModelForCausalLM.from_config(standalone_config(setup.shape)))
+    if setup.drafting.kind is not None:
+        models.append(meta_draft(setup.drafting.kind, setup.shape))
     rows = setup.num_pages(max_batch) * PAGE_SIZE
     kv_width = sum(kv_numbers(m.config, m.config.num_hidden_layers) for m in models)
     # A head shares the target's embeddings.
     shared = [0, *(m.embed_tokens.weight.numel() for m in models[1:] if isinstance(m, Eagle3Head))]
     elements = sum(p.numel() for m in models for p in m.parameters()) - sum(shared) + rows * kv_width
     return int(1.1 * item * elements)
+
+
+def meta_draft(kind: type[Eagle3 | Standalone], shape: str) -> nn.Module:
+    """Return the draft model of a shape without memory for its weights."""
+    config = shape_config(shape)
+    with torch.device("meta"):
+        if kind is Eagle3:
+            return Eagle3Head(eagle3_config(config), 3, draft_vocab_of(config))
+        model: nn.Module = AutoModelForCausalLM.from_config(standalone_config(shape))
+        return model
 
 
 def free_memory(device: torch.device) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,6 +184,129 @@ def test_rounds_of_a_model_by_transformers_modules(tmp_path: Path) -> None:
     (result,) = json.loads(record.read_text())["results"]
     assert result["params"]["implementation"] == "transformers" and result["error"] is None
     assert result["facts"]["accept_length"] == pytest.approx(3, abs=0.1)
+
+
+OWN_DRAFTS = '''
+import torch
+from specdec_kernels import Candidates
+from specdec_kernels.engine import Draft, Eagle3, Needs, Ngram, Proposal
+
+
+class Guess(Draft):
+    """Drafts the token after the root by the ids of the text, which its checkpoint names."""
+
+    def __init__(self, path=None, num_nodes=2):
+        self.path, self.num_nodes = path, num_nodes
+
+    def needs(self, target):
+        return Needs(num_nodes=self.num_nodes, accept_width=2)
+
+    def open(self, context):
+        self.following = torch.load(self.path)
+
+    def propose(self, slots, budget):
+        tokens = self.following[self.state.root_tokens[slots].long()][:, None]
+        parents = torch.full_like(tokens, -1)
+        return Proposal(Candidates(tokens, parents, torch.zeros(tokens.shape)))
+
+
+class Head(Eagle3):
+    pass
+
+
+class Index(Ngram):
+    forgotten = 0
+
+    def forget(self):
+        Index.forgotten += 1
+        super().forget()
+
+
+def no_draft():
+    return "no draft"
+'''
+
+
+@pytest.fixture
+def own_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write a module of drafts and a checkpoint for one of them; return the module's name."""
+    name = f"own_drafts_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(OWN_DRAFTS)
+    order = tiny_text().order
+    following = torch.zeros(shape_config("tiny").vocab_size, dtype=torch.int32)
+    following[order] = order.roll(-1).int()
+    torch.save(following, tmp_path / "following.pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def measured(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Return the results of `specdec bench round` on the CPU."""
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--quick", "--output", "40"]
+    assert main([*command, *arguments, "--json", str(record)]) == 0
+    results: list[dict[str, Any]] = json.loads(record.read_text())["results"]
+    return results
+
+
+def test_rounds_of_a_draft_of_ones_own(own_drafts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It drafts one token, which is always right, and is measured once for several acceptances of synthetic drafts."""
+    algorithms = f"none,chain,{own_drafts}:Guess"
+    results = measured(
+        tmp_path,
+        "--algorithm",
+        algorithms,
+        "--acceptance",
+        "chat,code",
+        "--speculative-draft-model-path",
+        "following.pt",
+    )
+    assert [r["params"]["algorithm"] for r in results] == ["none", "chain", f"{own_drafts}:Guess", "chain"]
+    own = results[2]
+    assert (own["params"]["num_steps"], own["params"]["topk"], own["params"]["nodes"]) == (1, 1, 2)
+    assert own["params"]["accept"] == "its own" and own["facts"]["accept_length"] == 2.0
+    assert own["floor_us"] > 0 and own["facts"]["nodes"] == "2: 100%"
+    assert f"{own_drafts}:Guess (1, 1, 2)" in capsys.readouterr().out
+
+
+def test_rounds_of_a_class_that_inherits_from_eagle3_have_the_synthetic_head(own_drafts: str, tmp_path: Path) -> None:
+    options = ["--accept", "3", "--speculative-num-steps", "4", "--speculative-eagle-topk", "1"]
+    (own,) = measured(tmp_path, "--speculative-algorithm", f"{own_drafts}:Head", *options)
+    assert own["params"] | {"num_steps": 4, "topk": 1, "nodes": 5, "accept": 3.0} == own["params"]
+    assert own["facts"]["accept_length"] == pytest.approx(3, abs=0.35)
+
+
+def test_rounds_of_a_draft_that_learns_begin_without_what_it_learned(own_drafts: str, tmp_path: Path) -> None:
+    """The warm-up writes what is measured: with it, the n-gram index would draft all of that."""
+    (one, two) = measured(tmp_path, "--algorithm", f"{own_drafts}:Index", "--batch", "1,2")
+    assert sys.modules[own_drafts].Index.forgotten == 3  # once to open it, and for each batch size
+    assert one["facts"]["accept_length"] < 2 and two["facts"]["accept_length"] < 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["{own}:Yours"],
+            "--speculative-algorithm is {own}:Yours, expected module:Class of a Draft (module '{own}' has",
+        ),
+        (["{own}:no_draft"], "--speculative-algorithm is {own}:no_draft, expected module:Class of a Draft"),
+        (["{own}:Guess", "--speculative-num-steps", "3"], "{own}:Guess, which does not take its flags"),
+        (["{own}:Head", "--speculative-num-steps", "65"], "Head: num_steps is 65, expected 1 to 64"),
+        (
+            ["chain", "--speculative-draft-model-path", "x"],
+            "-model-path is x, expected none without a class of your own",
+        ),
+    ],
+    ids=["name", "function", "option", "number", "checkpoint"],
+)
+def test_bench_round_refuses_drafts(
+    own_drafts: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm"]
+    assert main([*command, *(argument.format(own=own_drafts) for argument in arguments)]) == 2
+    assert message.format(own=own_drafts) in capsys.readouterr().err
 
 
 def test_what_a_pass_reads_of_experts() -> None:

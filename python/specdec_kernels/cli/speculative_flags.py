@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..smollm2 import model_path
@@ -154,7 +155,7 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     from ..engine import Eagle3, Ngram, Union
 
     if ":" in algorithm:
-        return own_draft(args, algorithm, head)
+        return own_draft(args, algorithm)(head)
     with_model = algorithm not in ("NONE", "NGRAM")
     if with_model and head is None:
         raise ValueError(f"--speculative-draft-model-path is missing, expected a folder or hub id for {algorithm}")
@@ -180,15 +181,23 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     return draft_class(algorithm)(head, **model)
 
 
-def own_draft(args: argparse.Namespace, path: str, head: Any) -> Draft:
-    """Make a draft of the class at `module:Class`, from its checkpoint and the options that the flags give.
+def own_draft(args: argparse.Namespace, path: str) -> Callable[[Any], Draft]:
+    """Return what makes a draft of the class at `module:Class` with the options that the flags give.
+
+    It takes the draft's model or checkpoint, None for a draft without one, and raises ValueError if the class does not
+    take it or the options.
 
     Raises:
-        ValueError: there is no such class, or it does not take them.
+        ValueError: there is no such class.
     """
     flags = {"num_steps": "num_steps", "topk": "eagle_topk", "num_nodes": "num_draft_tokens", "corpus": "ngram_corpus"}
-    given = {name: value for name, flag in flags.items() if (value := getattr(args, f"speculative_{flag}"))}
-    try:
-        return draft_class(path)(*([] if head is None else [head]), **given)
-    except TypeError as error:
-        raise ValueError(f"--speculative-algorithm is {path}, which does not take its flags: {error}") from error
+    given = {name: value for name, flag in flags.items() if (value := getattr(args, f"speculative_{flag}", None))}
+    own_class = draft_class(path)
+
+    def make(model: Any) -> Draft:
+        try:
+            return own_class(*([] if model is None else [model]), **given)
+        except TypeError as error:
+            raise ValueError(f"--speculative-algorithm is {path}, which does not take its flags: {error}") from error
+
+    return make

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 from transformers.utils import logging
 
 from .. import __version__
-from ..engine import Draft, Engine, Learner, RequestStats, SamplingParams
-from ..engine.drafts.composition import having
-from ..engine.startup import on_stream
+from ..engine import Draft, Engine, RequestStats, SamplingParams
 from ..engine.text.prompts import load_tokenizer
 from ..engine.tuning import SCHEMA
 from ..models.weights.checkpoint import local_folder
@@ -197,19 +195,12 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
     return Measured(str(args.model), None if path is None else str(path), algorithm, rows, complete, calibrations)
 
 
-def forget_texts(engine: Engine) -> None:
-    """Let drafts forget the texts of earlier requests: those of all batch sizes have the same prompts."""
-    with engine.core.threads.paused(restart=True), on_stream(engine.core.stream):
-        for draft in having(engine.core.draft, Learner):
-            draft.forget()
-
-
 def timed(engine: Engine, options: Options, batch: int, prompts: Sequence[list[int]], max_new_tokens: int) -> Row:
     """Time waves of `batch` prompts, until MAX_PROMPTS or all prompts have been used."""
     waves = -(-min(len(prompts), MAX_PROMPTS) // batch)
     requests = itertools.cycle(prompts)
     engine.generate(list(itertools.islice(prompts, batch)), SamplingParams(4, ignore_eos=True))  # warms up
-    forget_texts(engine)
+    engine.core.forget_texts()  # of all batch sizes: they have the same prompts
     before, seconds, outputs = engine.stats(), 0.0, []
     for _ in range(waves):
         wave = list(itertools.islice(requests, batch))

@@ -20,8 +20,8 @@ from ..models.weights.checkpoint import expect_folder
 from ..models.weights.model_config import config_of, model_name
 from ..status import FinishReason
 from .config import EngineConfig, Machine
-from .drafts import Draft
-from .drafts.composition import close_draft, expect_closed
+from .drafts import Draft, Learner
+from .drafts.composition import close_draft, expect_closed, having
 from .inputs import InputProcessor
 from .options import EngineOptions
 from .outputs import NewTokens
@@ -241,6 +241,12 @@ class EngineCore:
         self.expect_open()
         with on_stream(self.stream):
             return tuning_of(self.draft, self._target_name, self.scheduler.costs, self._rounds)
+
+    def forget_texts(self) -> None:
+        """Let drafts forget what they learned from requests, for benchmarks. No request may be running."""
+        with self.threads.paused(restart=True), on_stream(self.stream):
+            for draft in having(self.draft, Learner):
+                draft.forget()
 
     def stats(self) -> EngineStats:
         """Return counts and times of rounds so far."""

@@ -8,9 +8,11 @@ import re
 from typing import Any
 
 from ...synthetic.names import DOMAINS, DRAFTERS, SHAPES
+from ..algorithms import draft_class
 from ..arguments import CommandParser, at_least, integers, words_of
 from ..optional_dependencies import require
 from ..progress import progress
+from ..speculative_flags import own_draft
 from ..tuning_flags import add_tuning, apply_tuning
 from .ops import WORDS
 from .output import NO_CUDA, add_run_flags, find_device, finish, load, refuse, refuse_files
@@ -32,6 +34,10 @@ algorithms:
   chain, tree  an EAGLE-3 head, 5 steps; topk 1 and 6 tokens, or topk 10 and 32 tokens; chain4, tree8: 4 and 8 tokens
   standalone   a chain of a small model
   adaptive     the engine's default: the number of tokens is chosen in each round
+  module:Class a draft of your own, with the options that the flags give: made from --speculative-draft-model-path if
+               that is given, else from the synthetic EAGLE-3 head or small model if it inherits from Eagle3 or
+               Standalone, else from its options alone. Without a synthetic model its acceptance is what it reaches on
+               the synthetic text, and the floor counts the target alone
 
 columns:
   gpu           from a round's first kernel to its last, mean; idle: the GPU's share of time between rounds
@@ -54,7 +60,22 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument("--batch", type=integers(1), metavar="N", help="requests in a batch, comma-separated")
     parser.add_argument("--shape", choices=SHAPES, help="shape of the target (qwen3-8b on a GPU, tiny on a CPU)")
     parser.add_argument(
-        "--algorithm", type=settings, metavar="NAME", help="how to draft, comma-separated (none,chain,tree)"
+        "--algorithm",
+        type=settings_or_classes,
+        metavar="NAME",
+        help="how to draft, comma-separated: none, chain, tree, standalone, adaptive, or a class of your own as "
+        "module:Class (none,chain,tree)",
+    )
+    parser.add_argument(
+        "--speculative-algorithm",
+        dest="algorithm",
+        type=settings_or_classes,
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help="the same, by the name that other commands have for it",
+    )
+    parser.add_argument(
+        "--speculative-draft-model-path", metavar="PATH", help="checkpoint of the draft of a class of your own"
     )
     parser.add_argument(
         "--acceptance",
@@ -87,6 +108,9 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument(
         "--implementation", choices=("native", "transformers"), default="native", help="backend of the target (native)"
     )
+    parser.add_argument(
+        "--disable-cuda-graph", action="store_true", help="launch rounds kernel by kernel, for drafts on the host"
+    )
     add_tuning(parser)
     parser.set_defaults(run=run)
 
@@ -99,6 +123,14 @@ def settings(text: str) -> list[str]:
             known = ", ".join(SETTINGS)
             raise argparse.ArgumentTypeError(f"{value!r} is not one of {known}, nor chain or tree with a number")
     return values
+
+
+def settings_or_classes(text: str) -> list[str]:
+    """Parse what `settings` does, and draft classes as `module:Class`."""
+    for value in text.split(","):
+        if ":" not in value:
+            settings(value)
+    return text.split(",")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
-    """Return a setup for each algorithm and acceptance; one alone without drafts, which have no acceptance."""
+    """Return a setup for each algorithm and acceptance; one alone where no synthetic model drafts."""
     from dataclasses import replace
 
     import torch
@@ -168,6 +200,12 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
         "topk": args.speculative_eagle_topk,
         "num_nodes": args.speculative_num_draft_tokens,
     }
+    names = args.algorithm or ("none", "chain", "tree")
+    if args.speculative_draft_model_path and not any(":" in name for name in names):
+        raise ValueError(
+            f"--speculative-draft-model-path is {args.speculative_draft_model_path}, expected none without a class of "
+            "your own in --algorithm"
+        )
     context = (input + output // 2) if args.context_decay else None
     if args.accept is not None:
         acceptances: list[Any] = [args.accept]
@@ -177,12 +215,11 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
             for name in args.acceptance or ["chat"]
         ]
     setups = []
-    for acceptance, name in itertools.product(acceptances, args.algorithm or ("none", "chain", "tree")):
-        drafting = rounds.drafting_of(name)
-        if drafting.kind is None:
-            if acceptance is not acceptances[0]:
-                continue
-        else:
+    for acceptance, name in itertools.product(acceptances, names):
+        drafting = own_drafting(args, name, shape) if ":" in name else rounds.drafting_of(name)
+        if drafting.kind is None and acceptance is not acceptances[0]:
+            continue
+        if drafting.kind is not None and drafting.make is None:
             drafting = replace(drafting, **{key: value for key, value in given.items() if value is not None})
         setup = rounds.Setup(
             shape=shape,
@@ -197,6 +234,17 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
             max_len=args.max_len,
             weights=args.weights,
             implementation=args.implementation,
+            cuda_graph=not args.disable_cuda_graph,
         )
         setups.append(setup)
     return setups
+
+
+def own_drafting(args: argparse.Namespace, name: str, shape: str) -> Any:
+    """Return the drafting of the class at `module:Class`.
+
+    Raises:
+        ValueError, OSError: no such class, or options, a checkpoint or a shape that it does not take.
+    """
+    make, checkpoint = own_draft(args, name), args.speculative_draft_model_path
+    return load("engine.round").own_drafting(name, shape, draft_class(name), make, checkpoint)
