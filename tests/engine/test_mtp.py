@@ -11,6 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
+from specdec_kernels.models.weights.mtp_layouts import ERNIE, NEXTN, MtpLayout
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
+from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
+from specdec_kernels.synthetic.shapes import shape_config
 from support.mtp_checkpoints import CASES, Reference, write_target_with_mtp
 from support.random_checkpoints import random_prompts
 from support.recorded_chains import record_chains
@@ -149,3 +153,16 @@ def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         make_engine(module, MTP(**CHAIN))
     assert str(error.value) == "MTP: head is None, expected a folder or hub id for a target that has none"
+
+
+@pytest.mark.parametrize(("layout", "rate"), [(NEXTN, 0.7), (ERNIE, 1.0)], ids=["nextn", "ernie"])
+def test_synthetic_layer_is_accepted_at_the_chosen_rate(layout: MtpLayout, rate: float, tmp_path: Path) -> None:
+    config, cpu = shape_config("tiny"), torch.device("cpu")
+    text = SyntheticText.of(config.vocab_size, 512)
+    target = synthetic_causal_lm(config, text, device=cpu, dtype=torch.float32)
+    save_with_mtp(target, synthetic_mtp(target, text, rate, layout), tmp_path / "target")
+    with make_engine(tmp_path / "target", MTP(num_steps=4, topk=1), max_len=640) as engine:
+        [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=512))
+    assert output.tokens == text.tokens(13, 512)
+    expected = sum(rate**depth for depth in range(5))
+    assert output.stats.accept_length == pytest.approx(expected, rel=0.05)

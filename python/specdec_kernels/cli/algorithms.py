@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..engine import Draft
 
-CHECKPOINT_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")  # a checkpoint drafts
-ALGORITHMS = ("NONE", "NGRAM", *CHECKPOINT_ALGORITHMS, "EAGLE3+NGRAM")
+CHECKPOINT_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")  # a checkpoint of its own drafts
+MODEL_ALGORITHMS = (*CHECKPOINT_ALGORITHMS, "MTP")  # a model drafts, in steps
+ALGORITHMS = ("NONE", "NGRAM", *MODEL_ALGORITHMS, "EAGLE3+NGRAM")
+ALIASES = {"NEXTN": "MTP"}  # SGLang's name
 
 
 def one_of(*known: str) -> Callable[[str], str]:
@@ -23,9 +25,10 @@ def one_of(*known: str) -> Callable[[str], str]:
     def algorithm(text: str) -> str:
         if ":" in text:
             return text
-        if text.upper() not in known:
+        name = ALIASES.get(text.upper(), text.upper())
+        if name not in known:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(known)}, or a class as module:Class")
-        return text.upper()
+        return name
 
     return algorithm
 
@@ -36,9 +39,9 @@ def draft_class(algorithm: str) -> Callable[..., Draft]:
     Raises:
         ValueError: no such class of one's own.
     """
-    from ..engine import Eagle, Eagle3, Ngram, Standalone
+    from ..engine import MTP, Eagle, Eagle3, Ngram, Standalone
 
-    classes: dict[str, Callable[..., Draft]] = {"EAGLE": Eagle, "EAGLE3": Eagle3, "STANDALONE": Standalone}
+    classes: dict[str, Callable[..., Draft]] = {"EAGLE": Eagle, "EAGLE3": Eagle3, "STANDALONE": Standalone, "MTP": MTP}
     return own_class(algorithm) if ":" in algorithm else (classes | {"NGRAM": Ngram})[algorithm]
 
 

@@ -20,6 +20,7 @@ from ..models.weights.checkpoint import local_folder
 from ..models.weights.model_config import config_of
 from .algorithms import algorithm_of, draft_class
 from .doctor_measure import Acceptance, Recorder, Text, measure, record, write_texts
+from .doctor_mtp import mtp_shifts
 from .doctor_shifts import Head, Prompting, Shift, head_shifts, prompting_shifts, standalone_shifts
 from .engine_flags import options_of
 from .progress import progress
@@ -231,8 +232,9 @@ def examine(args: argparse.Namespace) -> Diagnosis:
     for name, low in (("speculative_num_steps", 1), ("max_new_tokens", num_steps + 1)):
         if getattr(args, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least {low}")
-    folder = local_folder(args.speculative_draft_model_path, "--speculative-draft-model-path")
-    algorithm = args.speculative_algorithm or algorithm_of(folder)
+    path = args.speculative_draft_model_path
+    folder = None if path is None else local_folder(path, "--speculative-draft-model-path")
+    algorithm = args.speculative_algorithm or algorithm_of(Path(folder or ""))
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-doctor-")))
         target = Target(args)
@@ -258,6 +260,10 @@ def examine(args: argparse.Namespace) -> Diagnosis:
             vocab_size, num_layers = target.config.vocab_size, target.config.num_hidden_layers
             if ":" in algorithm:
                 return
+            if algorithm == "MTP":
+                yield from mtp_shifts(folder, num_steps, target.config)
+                return
+            assert folder is not None
             if algorithm == "STANDALONE":
                 yield from standalone_shifts(folder, num_steps, target.tokenizer, vocab_size)
             else:
@@ -313,7 +319,7 @@ def diagnose(
     findings = [compared(base, *one, len(measured)) for one in measured]
     return Diagnosis(
         model=str(target.args.model),
-        draft=str(target.args.speculative_draft_model_path),
+        draft=str(target.args.speculative_draft_model_path or target.args.model),
         algorithm=algorithm,
         num_texts=len(texts),
         num_tokens=sum(len(text.tokens) - len(text.prompt) for text in texts),

@@ -170,7 +170,7 @@ def layer_shifts(head: Head, layers: tuple[int, ...], num_layers: int) -> Iterat
 
 
 def position_shifts(head: Head) -> Iterator[Shift]:
-    """Yield shifted positions of queries, of drafted rows, and of features.
+    """Yield shifted positions of queries, and those of `row_shifts`.
 
     Rotary embeddings depend only on distances, so only positions relative to other rows can be wrong: queries to keys,
     drafted rows to those of the text, and features to tokens.
@@ -183,11 +183,17 @@ def position_shifts(head: Head) -> Iterator[Shift]:
                 "rotate the head's queries and keys as it was trained",
                 head.changed(tensors=rotated),
             )
+    yield from row_shifts(head.draft)
+
+
+def row_shifts(make: Callable[[], Draft]) -> Iterator[Shift]:
+    """Yield shifted positions of drafted rows and of features, of a draft that `make` creates."""
+    for by, how in ((1, "later"), (-1, "earlier")):
         yield Shift(
             "position offset",
             f"drafted rows one position {how} than the text's",
             f"position_offset of the draft: {by:+d}",
-            offset_draft(head, by),
+            offset_draft(make, by),
         )
         yield Shift(
             "position offset",
@@ -197,15 +203,15 @@ def position_shifts(head: Head) -> Iterator[Shift]:
         )
 
 
-def offset_draft(head: Head, by: int) -> Callable[[], Draft]:
+def offset_draft(make: Callable[[], Draft], by: int) -> Callable[[], Draft]:
     """Return a function that creates the draft with shifted positions of drafted rows."""
 
-    def make() -> Draft:
-        draft: Any = head.draft()
+    def make_offset() -> Draft:
+        draft: Any = make()
         draft.position_offset += by
         return draft  # type: ignore[no-any-return]
 
-    return make
+    return make_offset
 
 
 def rotated_queries(head: Head, by: int) -> dict[str, Tensor] | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..smollm2 import model_path
-from .algorithms import ALGORITHMS, CHECKPOINT_ALGORITHMS, algorithm_of, draft_class, one_of
+from .algorithms import ALGORITHMS, MODEL_ALGORITHMS, algorithm_of, draft_class, one_of
 from .arguments import add_flag, add_model, model_of
 from .tuning_flags import apply_tuning
 
@@ -51,17 +51,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_draft_path(parser: argparse._ActionsContainer, *hidden: str) -> None:
     """Add the path of a draft's checkpoint; the flag may have hidden spellings."""
-    add_flag(parser, "--speculative-draft-model-path", *hidden, metavar="PATH", help="EAGLE head or small draft model")
+    add_flag(
+        parser,
+        "--speculative-draft-model-path",
+        *hidden,
+        metavar="PATH",
+        help="EAGLE head or small draft model; for MTP a checkpoint with the layer (default: the target's)",
+    )
 
 
 def add_draft_to_examine(parser: argparse.ArgumentParser, *others: str) -> None:
     """Add what `doctor` and `tune` examine: a target, a draft, and prompts.
 
-    `others` are algorithms without a checkpoint; if there are none, the checkpoint of a draft is required.
+    `others` are algorithms without a checkpoint; `read_draft_to_examine` asks for one where there are none.
     """
     add_model(parser)
-    add_draft_path(parser.add_mutually_exclusive_group(required=not others), "--draft")
-    algorithms = (*CHECKPOINT_ALGORITHMS, *others)
+    add_draft_path(parser, "--draft")
+    algorithms = (*MODEL_ALGORITHMS, *others)
+    parser.set_defaults(needs_draft_path=not others)
     without = ", NGRAM without one" if others else ""
     add_flag(
         parser,
@@ -83,9 +90,11 @@ def read_draft_to_examine(args: argparse.Namespace) -> None:
     """Set `args.model` to the target, and names of models of extras to their folders.
 
     Raises:
-        ValueError: no target, or two; an extra that is not installed.
+        ValueError: no target, or two; no checkpoint of a draft that needs one; an extra that is not installed.
     """
     args.model = model_path(str(model_of(args, required=True)))
+    if args.needs_draft_path and args.speculative_draft_model_path is None and args.speculative_algorithm != "MTP":
+        raise ValueError("--speculative-draft-model-path is missing, expected a folder or hub id (MTP needs none)")
     if args.speculative_draft_model_path is not None:
         args.speculative_draft_model_path = model_path(args.speculative_draft_model_path)
 
@@ -157,7 +166,7 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     if ":" in algorithm:
         return own_draft(args, algorithm)(head)
     with_model = algorithm not in ("NONE", "NGRAM")
-    if with_model and head is None:
+    if with_model and head is None and algorithm != "MTP":
         raise ValueError(f"--speculative-draft-model-path is missing, expected a folder or hub id for {algorithm}")
     if not with_model and head is not None:
         raise ValueError(f"--speculative-draft-model-path is {head}, expected none for {algorithm}")

@@ -18,7 +18,7 @@ from ..engine import Draft, Engine, RequestStats, SamplingParams
 from ..engine.text.prompts import load_tokenizer
 from ..engine.tuning import SCHEMA
 from ..models.weights.checkpoint import local_folder
-from .algorithms import CHECKPOINT_ALGORITHMS, algorithm_of, draft_class
+from .algorithms import CHECKPOINT_ALGORITHMS, MODEL_ALGORITHMS, algorithm_of, draft_class
 from .engine_flags import options_of as engine_options
 from .progress import progress
 from .prompts import read_prompts, with_template, without_template
@@ -157,12 +157,13 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
     path, nodes = args.speculative_draft_model_path, args.speculative_num_draft_tokens
     folder = None if path is None else local_folder(path, "--speculative-draft-model-path")
     algorithm = args.speculative_algorithm or ("NGRAM" if folder is None else algorithm_of(folder))
-    if (folder is None) == (algorithm in CHECKPOINT_ALGORITHMS) and ":" not in algorithm:
+    takes_either = algorithm == "MTP" or ":" in algorithm
+    if (folder is None) == (algorithm in CHECKPOINT_ALGORITHMS) and not takes_either:
         expected = "a folder or hub id" if folder is None else "none"
         raise ValueError(f"--speculative-draft-model-path is {path}, expected {expected} for {algorithm}")
     model: Any = args.model
     drafts = nodes_alone(nodes)
-    if algorithm in CHECKPOINT_ALGORITHMS:
+    if algorithm in MODEL_ALGORITHMS:
         drafts = options_of(args.speculative_num_steps, args.speculative_eagle_topk, nodes)
     rows: list[Row] = []
     calibrations: dict[Options, list[Any]] = {}

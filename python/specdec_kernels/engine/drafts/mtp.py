@@ -49,17 +49,17 @@ class MTP(HeadDraft):
         return self.module.prefix if self.head is None and self.is_open else ""
 
     def needs(self, target: Any) -> Needs:
-        checkpoint = self._checkpoint(target)
+        checkpoint = self.checkpoint(target)
         needs = self.model_needs(checkpoint.config, 1, feature_layers=(target.num_hidden_layers,))
         return replace(needs, tensor_prefixes=(checkpoint.prefix,) if self.head is None else ())
 
     def load(self, context: DraftContext) -> MtpHead:
-        checkpoint = self._checkpoint(context.target.config)
+        checkpoint = self.checkpoint(context.target.config)
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
         return load_mtp_head(checkpoint, context.target, **sizes)
 
-    def _checkpoint(self, target: Any) -> MtpCheckpoint:
-        """Return the checkpoint, where `target` is the target's config."""
+    def checkpoint(self, target: Any) -> MtpCheckpoint:
+        """Return where the layer is, given the target's config."""
         source = self.head or target.name_or_path
         if not source:
             raise ValueError("MTP: head is None, expected a folder or hub id for a target that has none")

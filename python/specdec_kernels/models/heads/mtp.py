@@ -176,8 +176,8 @@ class MtpHead(DraftHead):
         return updates
 
     def join(self, features: Tensor) -> Tensor:
-        """Return the states after the target's final norm [..., H], from those before it."""
-        return self._target.decoder.norm(features)
+        """Return what the first step reads [..., H], from the target's states before its final norm."""
+        return self._target.decoder.norm(features) if self.layout.reads_normed_state else features
 
     def enter(self, tokens: Tensor, features: Features, positions: Tensor) -> tuple[Tensor, Tensor]:
         parts, hidden = self._parts, self.config.hidden_size

@@ -30,7 +30,8 @@ class MtpLayout:
         embedding, lm_head: modules of its own, in checkpoints that have them; None: it shares the target's.
         state_first: the projection reads [state, embedding] instead of [embedding, state].
         zeroes_first_embedding: the embedding is zero at position 0.
-        passes_normed_state: the next draft step reads the state after the final norm, instead of the one before it.
+        reads_normed_state: the first draft step reads the target's state after its final norm, instead of before it.
+        passes_normed_state: the next draft step reads the layer's state after the final norm, instead of before it.
     """
 
     prefix: str
@@ -44,6 +45,7 @@ class MtpLayout:
     lm_head: str | None = None
     state_first: bool = False
     zeroes_first_embedding: bool = False
+    reads_normed_state: bool = True
     passes_normed_state: bool = True
 
     @property
