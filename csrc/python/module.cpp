@@ -55,6 +55,7 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   add_attention(m);
   add_verify(m);
   add_kv(m);
+  add_recurrent(m);
   add_round(m);
   add_compat(m);
   add_ngram_index(m);

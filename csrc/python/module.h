@@ -11,6 +11,7 @@ void add_layers(pybind11::module_& m);
 void add_attention(pybind11::module_& m);
 void add_verify(pybind11::module_& m);
 void add_kv(pybind11::module_& m);
+void add_recurrent(pybind11::module_& m);
 void add_round(pybind11::module_& m);
 void add_compat(pybind11::module_& m);
 void add_ngram_index(pybind11::module_& m);

@@ -56,6 +56,11 @@ _CHANGED: dict[str, tuple[str, ...]] = {
     "write_kv": ("k_pool", "v_pool", "status"),
     "move_kv": ("k_pools", "v_pools", "status"),
     "copy_kv": ("k_pools", "v_pools", "status"),
+    "set_pending_paths": ("paths_nodes", "paths_num_nodes", "paths_parity", "status"),
+    "tree_recurrence": ("state", "records_k", "records_u", "records_g", "status"),
+    "commit_recurrence": ("state", "status"),
+    "tree_conv1d": ("window", "records", "status"),
+    "commit_conv1d": ("window", "status"),
 }  # fmt: skip
 
 _SCHEMA_TYPES = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str"}

@@ -57,6 +57,21 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
     edits = sd.make_logit_edits(2, 20, like=temperature)._replace(kinds=ints(2, low=1, high=8), counts=ints(2, 20))
     factors = {name: floats(2).abs() for name in ("presence", "frequency", "repetition")}
     edits = edits._replace(bias=floats(2, 20), **factors)
+    paths = sd.PendingPaths(accepted.path.clone(), accepted.num_valid.clone(), ints(2, high=2))
+    rows_mask = mask.flatten(0, 1)
+
+    def recurrent(*decays: int) -> tuple[Any, ...]:
+        """Return the state and the records of a layer: 2 key heads, 4 value heads, dk 8, dv 5; decays [4] or [4, 8]."""
+        records = sd.RecurrentRecords(
+            floats(2, 2, 4, 2, 8), floats(2, 2, 4, 4, 5), -floats(2, 2, 4, *decays).abs().cumsum(2)
+        )
+        return floats(2, 4, 5, 8), records
+
+    def recurrence(decays: tuple[int, ...], beta: torch.Tensor | None) -> tuple[Any, ...]:
+        rows = floats(8, 2, 8), floats(8, 2, 8), floats(8, 4, 5), -floats(8, *decays).abs(), beta
+        return (*rows, *recurrent(*decays), paths, lens, ends)
+
+    conv = floats(2, 3, 6), floats(2, 2, 4, 6)
     depths = (tree.positions - tree.positions[:, :1]).float()
     return {
         "select_topk": lambda: [((floats(3, 20), 4), {}), ((floats(3, 20), 4), {"id_map": ints(20)})],
@@ -148,5 +163,17 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
         "alloc_pages": lambda: [((pool, lens, 4), {}), ((pool, lens), {"reserve": 2, **both})],
         "write_kv": lambda: [((*new_kv, pools[0][0], pools[1][0], table, lens), {"num_valid": lens - 2, **both})],
         "move_kv": lambda: [((*pools, table, accepted.path, accepted.num_valid, lens), both)],
+        "set_pending_paths": lambda: [((paths, accepted.path, accepted.num_valid), both)],
+        "tree_recurrence": lambda: [
+            (recurrence((4,), floats(8, 4).sigmoid()), {"mask": rows_mask, "scale": 0.4, "l2norm_eps": 1e-6, **both}),
+            (recurrence((4, 8), floats(8, 4).sigmoid()), {"mask": rows_mask, "l2norm_eps": 1e-6}),
+            (recurrence((4,), None), {"slots": slots}),
+        ],
+        "commit_recurrence": lambda: [((*recurrent(4), paths), {}), ((*recurrent(4, 8), paths), both)],
+        "tree_conv1d": lambda: [
+            ((floats(8, 6), floats(6, 4), floats(6), *conv, paths, lens, ends), {"mask": rows_mask, **both}),
+            ((floats(8, 6), floats(6, 4), None, *conv, paths, lens, ends), {"activation": "silu"}),
+        ],
+        "commit_conv1d": lambda: [((*conv, paths), both)],
         "copy_kv": lambda: [((*pools, table, slots[:1], slots[1:], lens, lens[:1] * 0 + 2), {"status": status})],
     }[op]()

@@ -21,7 +21,7 @@ import torch
 import specdec_kernels as sd
 from specdec_kernels import torch_ops
 from specdec_kernels.ops._op_list import native_halves
-from specdec_kernels.reference import attention, draft, kv, layers, tree, verify
+from specdec_kernels.reference import attention, draft, kv, layers, recurrent, tree, verify
 from support.op_calls import calls
 
 OPS = [op for op in torch_ops.OPS if native_halves(op)]
@@ -39,7 +39,7 @@ DTYPES = (
     torch.float64,
     torch.bool,
 )
-REFERENCES = (draft, tree, layers, attention, verify, kv)
+REFERENCES = (draft, tree, layers, attention, verify, kv, recurrent)
 Call = tuple[list[Any], dict[str, Any]]
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 

@@ -17,6 +17,7 @@ Common arguments:
     seq_lens: [num_slots] int32, L: the committed tokens of a slot.
     prefix_lens: [num_slots] int32, the KV rows before those of the call: L now, or L before the round.
     num_valid: [B] int32, the valid entries of each row.
+    paths: `PendingPaths` of the model, for recurrent layers.
 """
 
 from __future__ import annotations
@@ -65,7 +66,15 @@ from .layers import (
     silu_and_mul,
     small_m_gemm,
 )
-from .structs import Accepted, Candidates, Tree
+from .recurrent import (
+    RecurrentRecords,
+    commit_conv1d,
+    commit_recurrence,
+    set_pending_paths,
+    tree_conv1d,
+    tree_recurrence,
+)
+from .structs import Accepted, Candidates, PendingPaths, Tree
 from .tree import (
     NodeAllocation,
     PackedNodes,
@@ -103,6 +112,8 @@ __all__ = [
     "NodeAllocation",
     "PackedNodes",
     "PagePool",
+    "PendingPaths",
+    "RecurrentRecords",
     "Routing",
     "SlotState",
     "TokenScores",
@@ -116,6 +127,8 @@ __all__ = [
     "build_tree",
     "build_tree_from_mask",
     "build_tree_from_parents",
+    "commit_conv1d",
+    "commit_recurrence",
     "commit_tokens",
     "copy_kv",
     "dequantize",
@@ -145,11 +158,14 @@ __all__ = [
     "sample_draft",
     "score_tokens",
     "select_topk",
+    "set_pending_paths",
     "silu_and_mul",
     "small_m_gemm",
     "tree_attention",
     "tree_attention_plan",
     "tree_attention_workspace",
+    "tree_conv1d",
+    "tree_recurrence",
     "update_calibration",
     "verify_tree",
     "verify_tree_workspace",

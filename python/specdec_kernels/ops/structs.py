@@ -1,4 +1,4 @@
-"""Structs that several groups of ops share: draft candidates, token trees, accepted tokens."""
+"""Structs that several groups of ops share: draft candidates, token trees, accepted tokens, pending paths."""
 
 from __future__ import annotations
 
@@ -49,6 +49,18 @@ class Accepted(NamedTuple):
     tokens: Tensor  # [B, S] int32: accepted drafts, then the bonus token, then -1
     num_valid: Tensor  # [B] int32, valid entries of each row
     path: Tensor  # [B, S] int32: the tree node whose logits gave each token (root first, increasing); the last repeats
+
+
+class PendingPaths(NamedTuple):
+    """The accepted path of each slot's last tree, which the recurrent states do not contain yet.
+
+    One set serves all recurrent layers of a model; all zeros is a valid start. Records of a layer have two buffers:
+    the pending nodes are in buffer `parity` of their slot, and a pass over a tree writes its own nodes to the other.
+    """
+
+    nodes: Tensor  # [num_slots, S] int32: tree nodes, increasing, 0 first
+    num_nodes: Tensor  # [num_slots] int32, valid entries of each row; 0: nothing is pending
+    parity: Tensor  # [num_slots] int32, 0 or 1: the buffer of records that `nodes` refers to
 
 
 def tree_outputs(op: str, name: str, like: Tensor, nodes: int | None, ndim: int = 2) -> Tree:

@@ -45,6 +45,7 @@ WORDS = {
     "kv": ("same", "fp8"),
     "mode": ("tree", "chain"),
     "moves": ("tree", "none"),
+    "recurrence": ("gated-delta", "mamba2", "kda"),
     "weights": ("fp8", "fp8-rows", "int4"),
     "sampling": ("greedy", "top_k+top_p", "top_p", "temperature"),
     "edit": ("none", "penalties", "mask"),
