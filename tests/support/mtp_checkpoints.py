@@ -52,7 +52,7 @@ CASES = {
         {"partial_rotary_factor": 0.5},
     ),
     "mimo": Case(
-        "qwen2",
+        "mimo",
         {"enorm": f"{MIMO}token_layernorm", "hnorm": f"{MIMO}hidden_layernorm", "eh_proj": f"{MIMO}input_proj"}
         | {"post_norm": f"{MIMO}final_layernorm"},
         MIMO,

@@ -100,7 +100,7 @@ def save_random_model(folder: Path, model_type: str, **changes: object) -> Path:
         "eos_token_id": None,
         "tie_word_embeddings": False,
     }
-    if model_type == "qwen2":  # the head dimension is hidden / heads, whatever the config says
+    if model_type in ("qwen2", "mimo"):  # the head dimension is hidden / heads, whatever the config says
         options |= {"hidden_size": 384}
     if model_type == "mistral":
         options |= {"sliding_window": None}

@@ -52,6 +52,7 @@ from .iquestcoder import IQuestCoder
 from .jais2 import Jais2
 from .llama import Llama
 from .mellum import Mellum
+from .mimo import MiMo
 from .minimax_m2 import MiniMaxM2
 from .ministral import Ministral
 from .ministral3 import Ministral3
@@ -119,6 +120,7 @@ __all__ = [
     "Jais2",
     "Llama",
     "Mellum",
+    "MiMo",
     "MiniMaxM2",
     "Ministral",
     "Ministral3",

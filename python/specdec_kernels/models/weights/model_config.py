@@ -74,6 +74,7 @@ def text_config(config: Any) -> Any:
         return config
     text = copy.deepcopy(text)
     text.dtype = text.dtype or config.dtype
+    text.name_or_path = config.name_or_path
     if config.model_type not in PLAIN_TEXT_DECODERS:
         text.model_type = config.model_type
     return text
