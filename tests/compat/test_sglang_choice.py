@@ -29,8 +29,10 @@ def model(**changes: Any) -> Any:
 class Arguments:
     """A stub of ServerArgs: `declares` selects the form of 0.5.19 and later, where steps declare their results."""
 
-    def __init__(self, declares: bool, config: Any, device: str, given: dict[str, Any]) -> None:
-        self.declares, self.config, self.device = declares, config, device
+    device = "hopper"
+
+    def __init__(self, declares: bool, config: Any, given: dict[str, Any]) -> None:
+        self.declares, self.config = declares, config
         self.model_path, self.page_size = "model", None
         self.attention_backend: str | None = None
         self.prefill_attention_backend: str | None = None
@@ -85,7 +87,10 @@ def declares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     )
     modules = {"overrides": view, "speculative_hook": speculative_hook}
     modules |= {"model_override_base": model_override_base} if request.param else {}
-    for name in ("sglang", "sglang.srt", "sglang.srt.arg_groups"):
+    common = types.ModuleType("sglang.srt.utils.common")
+    common.is_hopper_with_cuda_12_3 = lambda: Arguments.device == "hopper"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, common.__name__, common)
+    for name in ("sglang", "sglang.srt", "sglang.srt.arg_groups", "sglang.srt.utils"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"sglang.srt.arg_groups.{name}", module)
@@ -93,10 +98,9 @@ def declares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return bool(request.param)
 
 
-def chosen(declares: bool, config: Any = None, device: str = "hopper", **given: Any) -> list[str | None]:
+def chosen(declares: bool, config: Any = None, **given: Any) -> list[str | None]:
     """Return the backends that SGLang goes on with: common, prefill, decode, drafts."""
-    config = config or model()
-    args, calls = Arguments(declares, config, device, {"attention_backend": "specdec"} | given), []
+    args, calls = Arguments(declares, config or model(), {"attention_backend": "specdec"} | given), []
     result = sglang_choice.choose_attention(lambda args: calls.append(args) or "result", args, declares=declares)
     assert result == "result" and calls == [args]
     return args.resolved()
@@ -141,16 +145,24 @@ def test_phases_follow_the_common_backend_or_get_fa3_by_name(declares: bool) -> 
         {"speculative_algorithm": "NGRAM"},
         {"speculative_algorithm": "SPECDEC_NGRAM"},
         {"speculative_algorithm": "EAGLE3", "config": model(hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]))},
-        {**CHAINS, "page_size": 16},  # not fa3 by default
-        {"device": "blackwell"},
         {"attention_backend": "specdec", "model_path": "instance://somewhere", "config": model(is_latent=True)},
     ],
 )  # fmt: skip
-def test_trees_and_other_devices_get_ours(
-    declares: bool, given: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trees_get_ours(declares: bool, given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     assert chosen(declares, **given) == ["specdec", None, None, None]
     assert not caplog.messages
+
+
+def test_devices_without_fa3_get_ours(declares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arguments, "device", "ampere")
+    for given in ({}, CHAINS):
+        assert chosen(declares, **given) == ["specdec", None, None, None]
+
+
+def test_chains_with_larger_pages_get_fa3_by_name(declares: bool) -> None:
+    """SGLang's default for them is another."""
+    assert chosen(declares, **CHAINS, page_size=16) == ["fa3", None, None, None]
+    assert chosen(declares, **CHAINS, page_size=16, decode_attention_backend="specdec") == ["fa3", None, "fa3", None]
 
 
 def test_variable_selects_ours(declares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,5 +200,7 @@ def test_other_backends_are_untouched(declares: bool, caplog: pytest.LogCaptureF
 def test_unknown_models_get_sglangs_attention_and_the_reason(
     declares: bool, changes: dict[str, Any], given: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert chosen(declares, model(**changes), device="blackwell", **given) == [None] * 4
+    assert chosen(declares, model(**changes), **given) == [None] * 4
     assert caplog.messages == [f"specdec: {reason}, so SGLang's own attention runs all phases"]
+    ours = {"attention_backend": "triton", "decode_attention_backend": "specdec"}
+    assert chosen(declares, model(**changes), **given, **ours) == ["triton", None, None, None]

@@ -30,9 +30,8 @@ FA3 = "fa3"  # FlashAttention 3's name in SGLang
 def choose_attention(original: Callable[[Any], Any], server_args: Any, *, declares: bool) -> Any:
     """Wrap the step that adjusts arguments to the model: replace `specdec` where SGLang's own attention shall run.
 
-    SGLang's attention runs models that ours does not know. It also runs plain decoding and chains where SGLang would
-    choose FlashAttention 3 by itself, because our kernel gains nothing there: each request has one row of queries for
-    each token, and no mask.
+    SGLang's attention runs models that ours does not know. On Hopper, FlashAttention 3 runs plain decoding and chains,
+    because our kernel gains nothing there: each request has one row of queries for each token, and no mask.
 
     Args:
         original: the step.
@@ -50,25 +49,31 @@ def choose_attention(original: Callable[[Any], Any], server_args: Any, *, declar
     view = resolved_view(server_args)
     asked = [name for name in FIELDS if getattr(view, name) == BACKEND]
     if asked and choice == "auto" and not view.model_path.startswith("instance://"):  # has no configuration to read
-        reason = reason_for_own(server_args, view, declares)
-        if reason is not None:
-            # Without a name, SGLang chooses by model and device; a phase and a draft follow the common backend.
-            follows = view.attention_backend in (None, BACKEND)
-            assign(server_args, declares, dict.fromkeys(asked, None if follows else FA3))
+        replaced = replacement(server_args, view, declares)
+        if replaced is not None:
+            backend, reason = replaced
+            assign(server_args, declares, dict.fromkeys(asked, backend))
             logger.warning("specdec: %s", reason)
     return original(server_args)
 
 
-def reason_for_own(server_args: Any, view: Any, declares: bool) -> str | None:
-    """Return why SGLang's own attention runs; None: ours does."""
+def replacement(server_args: Any, view: Any, declares: bool) -> tuple[str | None, str] | None:
+    """Return the name of SGLang's own attention to run, and why; None: ours runs.
+
+    Without a name, a phase and a draft have the common backend, and that is what SGLang chooses by model and device.
+    """
     config, is_latent = model_of(server_args, declares)
     unknown = unknown_to_ours(config, is_latent, view.speculative_algorithm)
     if unknown is not None:
-        return f"{unknown}, so SGLang's own attention runs all phases"
-    if has_branches(server_args, view, config) or default_of(server_args, declares, config) != FA3:
+        return None, f"{unknown}, so SGLang's own attention runs all phases"
+    from sglang.srt.utils.common import is_hopper_with_cuda_12_3
+
+    if has_branches(server_args, view, config) or not is_hopper_with_cuda_12_3():
         return None
+    is_default = view.attention_backend in (None, BACKEND) and default_of(server_args, declares, config) == FA3
     drafts = "nothing is drafted" if view.speculative_algorithm is None else "drafts are chains"
-    return f"{drafts}, so SGLang's own attention ({FA3}) runs all phases; {VARIABLE}=own selects specdec's"
+    reason = f"{drafts}, so SGLang's own attention ({FA3}) runs all phases; {VARIABLE}=own selects specdec's"
+    return None if is_default else FA3, reason
 
 
 def unknown_to_ours(config: Any, is_latent: bool, algorithm: str | None) -> str | None:

@@ -488,6 +488,7 @@ def attention_choice(host: Host) -> Part:
             Lines(default, f"is_no_spec_infer_or_topk_one({view}):\n            return 'fa3'"),
             Parameters(f"{groups}.speculative_hook:_auto_choose_speculative_params", ("server_args", "model_arch")),
             Names(f"{groups}.speculative_hook", ("_auto_choose_speculative_params",)),
+            Names("sglang.srt.utils.common", ("is_hopper_with_cuda_12_3",)),
             Names(
                 "sglang.srt.configs.model_config:ModelConfig",
                 (
