@@ -117,8 +117,8 @@ def with_pending_path(state: Tensor, records: RecurrentRecords, paths: PendingPa
     k, u, g = (x[nodes].double() for x in records_of(records, buffer, slot))
     g = g.view(*g.shape[:2], -1)  # [m, Hv, dk or 1]
     keys = k.repeat_interleave(u.shape[1] // k.shape[1], 1)
-    update: Tensor = torch.einsum("mhv,mhd->hvd", u, keys * (g[-1] - g).exp())
-    return state * g[-1].exp()[:, None] + update
+    folded: Tensor = state * g[-1].exp()[:, None] + torch.einsum("mhv,mhd->hvd", u, keys * (g[-1] - g).exp())
+    return folded
 
 
 def commit_recurrence(
