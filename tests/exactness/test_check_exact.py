@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 
 from specdec_kernels import cli
 from specdec_kernels.engine import Eagle3, Engine
-from specdec_kernels.exactness import DIFFERENCE, IDS, NEAR_TIE
+from specdec_kernels.exactness import BEGUN, DIFFERENCE, IDS, NEAR_TIE
 from specdec_kernels.exactness.answers import Answer
 from specdec_kernels.exactness.cases import BOTH, COMPLETIONS, FEATURES, Case, make_case
 from specdec_kernels.exactness.check import Limits
-from specdec_kernels.exactness.sides import measured_limits
+from specdec_kernels.exactness.judge import Judge, Suspect, mismatches_of
+from specdec_kernels.exactness.questions import Question
+from specdec_kernels.exactness.sides import continues_ids, measured_limits
 from specdec_kernels.tiny import tiny_model
 from support.defective_proxy import DEFECTS, Defect, proxied, swap_token
 from support.exact_servers import OFF, check, expect_exact, side_of
@@ -88,6 +91,31 @@ def test_a_wrong_seed_is_found_among_draws_that_16_bits_round(server: Running) -
     assert [finding.suspect.case.index for finding in result.of_kind(DIFFERENCE)] == [wrong.index]
     margins = [finding.margin for finding in result.of_kind(NEAR_TIE)]
     assert margins and max(margins) < 0.25
+
+
+def test_constrained_and_mixed_requests_are_explained_by_rounding_and_not_with_a_wrong_seed(server: Running) -> None:
+    """Where a grammar, a forced call or several penalties choose: the place is asked for with the text so far."""
+    options: dict[str, Any] = {"max_len": 256, "num_slots": 8, "device": "cpu", "grammars": True}
+    wanted = {"json schema", "json object", "required tool", "named tool", "repetition_penalty"}
+    limits = Finder(server).limits
+    cases = [make_case(SEED, index, limits, {*FEATURES, *BOTH}) for index in range(250)]
+    some = [case for case in cases if wanted & {*case.features} and "seeded" in case.features and not case.turns][:16]
+    found, wrong = [], []
+    with serving(Engine(tiny_model("target"), dtype=torch.bfloat16, **options), max_queued=100) as rounded:
+        ours, theirs = (replace(side_of(one), gives_ids=True) for one in (server, rounded))
+        assert continues_ids(ours, BOTH) and continues_ids(theirs, BOTH)
+        judge = Judge(ours, theirs, 0.5, {*FEATURES, *BOTH, BEGUN})
+        for case in some:
+            question = Question(case.path, case.body, depth=case.depth)
+            want = question.to_theirs(theirs)
+            answers = [(found, question.to_ours(ours))]
+            if "required tool" in case.features and not wrong:
+                answers.append((wrong, question.with_fields(seed=case.body["seed"] + 1).to_ours(ours)))
+            for kept, answer in answers:
+                if mismatches := mismatches_of(answer, want, 0.5):
+                    kept.append(judge.explained(Suspect(case, 0, question, answer, want, mismatches)))
+    assert len(found) >= 3 and {finding and finding.kind for finding in found} == {NEAR_TIE}
+    assert wrong == [None]
 
 
 # --- defects of a server

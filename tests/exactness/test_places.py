@@ -10,7 +10,8 @@ import pytest
 
 from specdec_kernels.exactness import DIFFERENCE, NEAR_TIE, Endpoint, Side
 from specdec_kernels.exactness.answers import Answer, Choice, Token
-from specdec_kernels.exactness.cases import BOTH, CHAT, COMPLETIONS, FEATURES
+from specdec_kernels.exactness.cases import BEGUN, BOTH, CHAT, COMPLETIONS, FEATURES
+from specdec_kernels.exactness.client import Refused
 from specdec_kernels.exactness.judge import Judge
 from specdec_kernels.exactness.places import cause_by_ids, from_prefix, shift_of_draw
 from specdec_kernels.exactness.questions import Cause, Question
@@ -33,7 +34,9 @@ class Simulated(Side):
         prompt = list(body["prompt"]) if path == COMPLETIONS else [*PROMPT, body["seed"] // 10 % 60]
         choices = []
         for sample in range(body.get("n", 1)):
-            tokens: list[int] = []
+            tokens: list[int] = list(body.get(BEGUN, ()))
+            if path == CHAT and any((token + place) % 2 == 0 for place, token in enumerate(tokens)):
+                raise Refused(400, f"{BEGUN} has a token that is not allowed")
             scored = []
             while len(tokens) < body["max_tokens"]:
                 token, logprobs = self.choose(path, body, prompt, tokens, sample)
@@ -74,10 +77,12 @@ class Simulated(Side):
         return max(weights), logprobs
 
 
-def causes(ours: Simulated, theirs: Simulated, count: int = 30, path: str = COMPLETIONS, **fields: Any) -> list[Cause]:
+def causes(
+    ours: Simulated, theirs: Simulated, count: int = 30, path: str = COMPLETIONS, knows: str = BEGUN, **fields: Any
+) -> list[Cause]:
     """Return why answers differ, of requests with other seeds."""
     found = []
-    judge = Judge(ours, theirs, LIMIT, {*FEATURES, *BOTH})
+    judge = Judge(ours, theirs, LIMIT, {*FEATURES, *BOTH, knows})
     for seed in range(0, 10 * count, 10):
         given: Body = (
             {"prompt": [*PROMPT, seed // 10 % 60]} if path == COMPLETIONS else {"messages": [], "response_format": {}}
@@ -101,16 +106,35 @@ def causes(ours: Simulated, theirs: Simulated, count: int = 30, path: str = COMP
         {"presence_penalty": 0.7},
     ],
 )
-def test_rounding_explains_all_differences_of_servers_that_round(fields: Body) -> None:
-    found = causes(Simulated(1), Simulated(2), **fields)
+@pytest.mark.parametrize("knows", [BEGUN, "no more"])
+def test_rounding_explains_all_differences_of_servers_that_round(fields: Body, knows: str) -> None:
+    found = causes(Simulated(1), Simulated(2), knows=knows, **fields)
     assert len(found) >= 3 and all(cause.kind == NEAR_TIE for cause in found), found
     assert max(cause.margin or 0.0 for cause in found) <= LIMIT
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_constrained_texts_are_led_to_the_place_where_they_part(temperature: float) -> None:
-    found = causes(Simulated(1), Simulated(2), count=60, path=CHAT, temperature=temperature)
+    found = causes(Simulated(1), Simulated(2), count=60, path=CHAT, knows="no more", temperature=temperature)
     assert len(found) >= 3 and all(cause.kind == NEAR_TIE for cause in found), found
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1.0}, {"presence_penalty": 0.7, "repetition_penalty": 1.2}])
+def test_long_constrained_texts_are_asked_for_at_the_place_where_they_part(fields: Body) -> None:
+    found = causes(Simulated(1, 0.025), Simulated(2, 0.025), 60, CHAT, max_tokens=40, **fields)
+    assert len(found) >= 10 and all(cause.kind == NEAR_TIE for cause in found), found
+
+
+def test_a_text_that_the_reference_refuses_to_go_on_from_is_a_difference() -> None:
+    class Refusing(Simulated):
+        def ask(self, path: str, body: Body, **fields: Any) -> Answer:
+            if len(body.get(BEGUN, ())) > 0 and body["max_tokens"] > len(body[BEGUN]) + 1:
+                raise Refused(400, "no")
+            return super().ask(path, body, **fields)
+
+    found = causes(Simulated(1), Refusing(2), path=CHAT, temperature=1.0)
+    kinds = {cause.evidence.split(" tokens ")[-1] for cause in found if cause.kind == DIFFERENCE}
+    assert found and kinds == {"of the server's text: 400: no"}
 
 
 @pytest.mark.parametrize("path", BOTH)
@@ -139,7 +163,22 @@ def test_the_same_tokens_with_another_text_and_texts_that_end_are_differences() 
     assert cause_by_ids(judge, question, Choice("ab", prompt_ids=[1], token_ids=[0]), whole, 0) is None
 
 
+def test_a_request_from_the_prefix_is_the_request_with_the_text_so_far() -> None:
+    judge = Judge(Simulated(1), Simulated(1), LIMIT, {*BOTH, BEGUN})
+    body: Body = {"max_tokens": 8, "temperature": 1.0, "seed": 40, "n": 3, "min_tokens": 6, "stop": ["x"], "regex": "a"}
+    given: Body = {"presence_penalty": 1.0, "repetition_penalty": 1.2, "logit_bias": {"7": 2.0}}
+    kept = {"temperature": 1.0, "seed": 42, "stop": ["x"], "regex": "a", **given, BEGUN: [7, 7, 8]}
+    for path, prompt in ((CHAT, {"messages": []}), (COMPLETIONS, {"prompt": ["a", "b"], "echo": True})):
+        question = Question(path, body | given | prompt | {"logprobs": 2}, stream=True, depth=3)
+        for max_tokens, left in ((1, 4), (5, 6)):
+            found = from_prefix(judge, question, 5, PROMPT, [7, 7, 8], max_tokens)
+            want = kept | {"max_tokens": 3 + max_tokens, "min_tokens": left}
+            want |= {"messages": []} if path == CHAT else {"prompt": PROMPT}
+            assert found == Question(path, want, depth=3)
+
+
 def test_a_request_from_the_prefix_has_its_penalties_as_biases() -> None:
+    """Where a server does not know how to begin with a text."""
     judge = Judge(Simulated(1), Simulated(1), LIMIT, {*BOTH})
     body = {"max_tokens": 8, "temperature": 1.0, "seed": 40, "n": 3, "min_tokens": 6, "stop": ["x"], "messages": []}
     given = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "logit_bias": {"7": 2.0, "9": 1.0}}

@@ -150,12 +150,12 @@ def measure(check: Run) -> Result:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    from ..exactness import FEATURES, IDS, Options
+    from ..exactness import BEGUN, FEATURES, IDS, Options
 
-    skip = [name for name in args.skip.split(",") if name]
+    skip, known = [name for name in args.skip.split(",") if name], [*FEATURES, IDS, BEGUN]
     for name in skip:
-        if name not in (*FEATURES, IDS):
-            raise ValueError(f"--skip has {name!r}, expected one of {', '.join([*FEATURES, IDS])}")
+        if name not in known:
+            raise ValueError(f"--skip has {name!r}, expected one of {', '.join(known)}")
     return Options(
         requests=args.requests,
         seed=args.seed,

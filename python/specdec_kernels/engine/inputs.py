@@ -226,10 +226,11 @@ class InputProcessor:
         if not self._config.grammars:
             raise ValueError(f"SamplingParams: {kind} is given, expected none without Engine(grammars=True)")
         new_matcher = self.grammars.new_matcher(params, stop_tokens)
-        matcher = new_matcher()
-        for place, token in enumerate(params.generated_token_ids):
-            if not matcher.accept(token):
-                raise refused_begin(token, place, f"a token that {kind} allows there")
+        if params.generated_token_ids:
+            matcher = new_matcher()
+            for place, token in enumerate(params.generated_token_ids):
+                if not matcher.accept(token):
+                    raise refused_begin(token, place, f"a token that {kind} allows there")
         return new_matcher
 
     def _stop_strings(self, params: SamplingParams, prompt: list[int]) -> StopStrings | None:

@@ -4,7 +4,7 @@
 needs the standard library only, and works with any server of that API.
 """
 
-from .cases import FEATURES, IDS
+from .cases import BEGUN, FEATURES, IDS
 from .check import Counts, Options, Result, Run
 from .client import Endpoint, Unreachable
 from .judge import Finding
@@ -14,6 +14,7 @@ from .sides import DIALECTS, Side, open_side
 
 __all__ = [
     "BATCH",
+    "BEGUN",
     "DIALECTS",
     "DIFFERENCE",
     "FEATURES",

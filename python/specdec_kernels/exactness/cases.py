@@ -135,6 +135,7 @@ FEATURES: dict[str, Feature] = {
 EXTRAS = ("regex", "grammar", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens")
 NEEDS_SWITCH = "draft depth"
 IDS = "return_token_ids"  # a field of all requests where both servers know it
+BEGUN = "generated_token_ids"  # a field of requests that are asked again, where both know it
 DEPTHS: tuple[Any, ...] = (1, 2, 4, 8, "on")
 
 

@@ -9,12 +9,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from .answers import Answer
-from .cases import BOTH, FEATURES, IDS, Case, Limits, make_case
+from .cases import BEGUN, BOTH, FEATURES, IDS, Case, Limits, make_case
 from .client import Failed, Refused, Unreachable
 from .judge import Finding, Judge, Suspect, mismatches_of
 from .questions import DIFFERENCE, STREAM, Question, attempt
 from .shrink import reproduce
-from .sides import Probe, Side, logit_step, measured_limits, noise_bodies, noise_of, probe, returns_ids
+from .sides import (
+    Probe,
+    Side,
+    continues_ids,
+    logit_step,
+    measured_limits,
+    noise_bodies,
+    noise_of,
+    probe,
+    returns_ids,
+)
 
 LEAST_LIMIT, MOST_LIMIT = 1e-3, 0.5  # of logits that rounding may exchange
 NOISE_FACTOR = 4.0
@@ -154,6 +164,8 @@ class Run:
         found.has_ids = IDS not in options.skip and all(returns_ids(side, paths) for side in (self.ours, self.theirs))
         if found.has_ids:
             self.ours, self.theirs = replace(self.ours, gives_ids=True), replace(self.theirs, gives_ids=True)
+            if BEGUN not in options.skip and all(continues_ids(side, paths) for side in (self.ours, self.theirs)):
+                found.usable.add(BEGUN)
         found.limits = measured_limits(self.theirs, guess, paths[0])
         limit = options.limit
         if limit is None:
@@ -243,7 +255,10 @@ class Run:
     # --- what differs
 
     def _judge(self, result: Result) -> None:
-        """Judge all suspects: by margins together, since bfloat16 has many near ties, then the others one at a time."""
+        """Judge all suspects: by margins together, since bfloat16 has many near ties, then the others one at a time.
+
+        The servers are idle but for the one that is judged then, so what "alone" says of it is true.
+        """
         judge = Judge(self.ours, self.theirs, result.limit, result.probe.usable, self._questions)
         shrunk = 0
         suspects = sorted(self._suspects, key=lambda suspect: (suspect.case.index, suspect.turn))

@@ -89,7 +89,8 @@ class Judge:
     limit: float
     usable: set[str]
     neighbors: dict[int, Question] = field(default_factory=dict)
-    _by_ids: dict[str, Cause | None] = field(default_factory=dict)  # causes that are known
+    # Causes that are known. Threads may write it at the same time: two of them find the same cause at worst.
+    _by_ids: dict[str, Cause | None] = field(default_factory=dict)
 
     def judge(self, suspect: Suspect) -> Finding:
         """Return the cause of a difference."""
@@ -112,16 +113,20 @@ class Judge:
         return Finding(suspect, DIFFERENCE, why)
 
     def explained(self, suspect: Suspect) -> Finding | None:
-        """Return a finding if margins alone explain the difference; may be called while others are judged."""
+        """Return a finding if margins alone explain the difference; may be called while others are judged.
+
+        A cause found under load that explains nothing is forgotten, and looked for again by `judge`.
+        """
         if not suspect.mismatches[0].is_of_text or suspect.ours is None or suspect.theirs is None:
             return None
-        causes = [
-            self.cause_alone(suspect.question, suspect.ours, suspect.theirs, choice)
-            for choice in sorted({one.choice for one in suspect.mismatches if one.choice is not None})
-        ]
-        known = [cause for cause in causes if cause is not None and cause.is_rounding]
-        if len(known) < len(causes):
-            return None
+        choices = sorted({one.choice for one in suspect.mismatches if one.choice is not None})
+        known = []
+        for index in choices:
+            cause = self.cause_alone(suspect.question, suspect.ours, suspect.theirs, index)
+            if cause is None or not cause.is_rounding:
+                self._by_ids.pop(key_of(suspect.question, suspect.ours, suspect.theirs, index), None)
+                return None
+            known.append(cause)
         largest = max(known, key=lambda cause: cause.margin or 0.0)
         return Finding(suspect, largest.kind, largest.evidence, largest.margin)
 
@@ -139,7 +144,7 @@ class Judge:
         a, b = ours.choices[index], theirs.choices[index]
         if a.token_ids is None or b.token_ids is None:
             return self.cause_by_margin(question, ours, theirs, index)
-        key = repr((question, index, a.token_ids, b.token_ids))
+        key = key_of(question, ours, theirs, index)
         if key not in self._by_ids:
             self._by_ids[key] = cause_by_ids(self, question, a, b, index)
         return self._by_ids[key]
@@ -343,6 +348,11 @@ class Judge:
             if cause is None or not cause.is_rounding:
                 return mismatches
         return []
+
+
+def key_of(question: Question, ours: Answer, theirs: Answer, index: int) -> str:
+    """Return what identifies two texts of a choice."""
+    return repr((question, index, ours.choices[index].token_ids, theirs.choices[index].token_ids))
 
 
 def mismatches_of(ours: Outcome, theirs: Outcome, tolerance: float) -> list[Mismatch]:

@@ -1,8 +1,8 @@
 """Why answers part, by the token ids of both: the place is known exactly, and can be asked for again.
 
-A request from the exact prefix has the tokens of the prompt and of the text so far as its prompt, and one new token.
-Where the text so far constrains the next token (JSON, calls), the whole request is asked again instead, and biases lead
-it along the text, each of at most the limit.
+A request from the exact prefix begins with the text so far, and has one new token. Servers that do not know
+`generated_token_ids` get the text so far as a part of the prompt. Where it constrains the next token (JSON, calls),
+these are asked the whole request again instead, and biases lead it along the text, each of at most the limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from .answers import Answer, Choice, common_length
-from .cases import COMPLETIONS, logprob_fields
+from .cases import BEGUN, COMPLETIONS, logprob_fields
+from .client import Refused
 from .questions import (
     DIFFERENCE,
     EDITS,
@@ -29,6 +30,7 @@ from .questions import (
 )
 from .sides import Side
 
+DROPPED = ("n", "echo", "logprobs", "top_logprobs")
 KEPT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos")
 FILTERS = ("top_p", "top_k", "min_p")
 CONSTRAINTS = ("response_format", "regex", "grammar")
@@ -80,9 +82,13 @@ def cause_by_ids(judge: Judging, question: Question, ours: Choice, theirs: Choic
         left = len(text) - num_begun
         continued = from_prefix(judge, question, index, prompt, text[:num_begun], left) if left else None
         answer = None if continued is None else attempt(lambda asked=continued: asked.to_theirs(judge.theirs))  # type: ignore[misc]
+        if isinstance(answer, Refused) and BEGUN in judge.usable:
+            evidence = f"the reference does not go on after {num_begun} tokens of the server's text: {answer}"
+            return Cause(DIFFERENCE, evidence, is_rounding=False)
         if not isinstance(answer, Answer) or answer.choices[0].token_ids is None:
             return worst
-        have = answer.choices[0].token_ids
+        assert continued is not None
+        have = answer.choices[0].token_ids[len(continued.body.get(BEGUN, ())) :]
 
 
 def cause_at(
@@ -105,7 +111,7 @@ def cause_at(
     for side, wanted, answer in zip(sides, tokens, answers, strict=True):
         margin = score_margin(side, asked, head, tokens, answer) if question.is_greedy else None
         if margin is None:
-            margin = led_margin(judge, side, asked, index, [*head, wanted], known)
+            margin = led_margin(judge, side, asked, index, [*head, wanted], known, answer)
         found.append(math.inf if margin is None else margin)
     largest, names = max(found), f"tokens {tokens[0]} and {tokens[1]} at place {len(begun)} of the text"
     if largest <= judge.limit:
@@ -123,7 +129,24 @@ def whole(question: Question) -> Question:
 def from_prefix(
     judge: Judging, question: Question, index: int, prompt: list[int], begun: Sequence[int], max_tokens: int
 ) -> Question | None:
-    """Return the request of what follows the text so far; None where that would choose by other logits.
+    """Return the request of what follows the text so far; None where that would choose by other logits."""
+    body = question.body
+    seed = body["seed"] + index % body.get("n", 1)
+    if BEGUN not in judge.usable:
+        return from_longer_prompt(judge, question, seed, prompt, begun, max_tokens)
+    asked: dict[str, Any] = {name: value for name, value in body.items() if name not in DROPPED}
+    asked |= {BEGUN: list(begun), "max_tokens": len(begun) + max_tokens, "seed": seed}
+    if question.path == COMPLETIONS:
+        asked["prompt"] = prompt
+    if "min_tokens" in asked:
+        asked["min_tokens"] = min(asked["min_tokens"], asked["max_tokens"])
+    return Question(question.path, asked, depth=question.depth)
+
+
+def from_longer_prompt(
+    judge: Judging, question: Question, seed: int, prompt: list[int], begun: Sequence[int], max_tokens: int
+) -> Question | None:
+    """Return a completion whose prompt ends with the text so far; None where that would choose by other logits.
 
     Penalties of the text so far become biases. They cannot, if they meet another penalty or more tokens follow.
     """
@@ -133,7 +156,7 @@ def from_prefix(
     if constrained or mixed or COMPLETIONS not in judge.usable:
         return None
     asked: dict[str, Any] = {name: body[name] for name in KEPT if name in body}
-    asked |= {"prompt": [*prompt, *begun], "max_tokens": max_tokens, "seed": body["seed"] + index % body.get("n", 1)}
+    asked |= {"prompt": [*prompt, *begun], "max_tokens": max_tokens, "seed": seed}
     bias = {int(token): float(value) for token, value in body.get("logit_bias", {}).items()}
     presence, frequency = body.get("presence_penalty", 0.0), body.get("frequency_penalty", 0.0)
     if max_tokens > 1 and presence:
@@ -150,19 +173,20 @@ def from_prefix(
 
 
 def scores(judge: Judging, side: Side, asked: Question, index: int) -> Scored | None:
-    """Return the token ids of an answer and the log-probabilities at each place; None if it has none."""
+    """Return the new token ids of an answer and the log-probabilities at each place; None if it has none."""
     if "logprobs" in judge.usable:
         asked = asked.with_fields(**logprob_fields(asked.path, NUM_TOP), return_tokens_as_token_ids=True)
     answer = attempt(lambda: asked.to_ours(side) if side is judge.ours else asked.to_theirs(side))
     if not isinstance(answer, Answer) or index >= len(answer.choices):
         return None
     choice = answer.choices[index]
-    skipped = len(choice.tokens) - len(choice.token_ids or [])  # of an echoed prompt
+    ids = (choice.token_ids or [])[len(asked.body.get(BEGUN, ())) :]
+    skipped = len(choice.tokens) - len(ids)  # of an echoed prompt
     tops = [
         {int(name.removeprefix(NAME)): v for name, v in token.top.items() if name.startswith(NAME) and v > EXCLUDED}
         for token in choice.tokens[max(skipped, 0) :]
     ]
-    return choice.token_ids or [], tops
+    return ids, tops
 
 
 def score_of(judge: Judging, asked: Question, token: int) -> dict[int, float]:
@@ -194,16 +218,26 @@ def score_margin(
     return max(top.values()) - min(top[token] for token in tokens)
 
 
-def led_margin(judge: Judging, side: Side, asked: Question, index: int, want: list[int], known: Scores) -> float | None:
+def led_margin(
+    judge: Judging, side: Side, asked: Question, index: int, want: list[int], known: Scores, found: Scored | None
+) -> float | None:
     """Return the largest of the least biases that lead a request along a text; None: biases within the limit do not.
 
     A bias that raises a drawn token is one that moves its probability as far as the limit moves a cumulative
     distribution at most.
+
+    Args:
+        judge: asks again.
+        side: the server that is led.
+        asked: the request.
+        index: of the choice.
+        want: the text.
+        known: log-probabilities of tokens at the last place.
+        found: the answer without other biases.
     """
     if "logit_bias" not in judge.usable:
         return None
     given, largest = dict(asked.body.get("logit_bias", {})), 0.0
-    found = scores(judge, side, asked, index)
     for _ in range(MOST_LED):
         if found is None:
             return None
@@ -219,6 +253,8 @@ def led_margin(judge: Judging, side: Side, asked: Question, index: int, want: li
         if led is None:
             return None
         largest = max(largest, led.margin)
+        if at == len(want) - 1:
+            return largest
         given = given | {str(led.token): given.get(str(led.token), 0) + led.size}
         found = scores(judge, side, asked.with_fields(logit_bias=given), index)
     return None

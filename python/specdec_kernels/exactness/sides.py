@@ -11,7 +11,19 @@ from itertools import combinations
 from typing import Any
 
 from .answers import Answer, Token, distance
-from .cases import BOTH, CHAT, COMPLETIONS, EXTRAS, FEATURES, IDS, NEEDS_SWITCH, Limits, logprob_fields, make_case
+from .cases import (
+    BEGUN,
+    BOTH,
+    CHAT,
+    COMPLETIONS,
+    EXTRAS,
+    FEATURES,
+    IDS,
+    NEEDS_SWITCH,
+    Limits,
+    logprob_fields,
+    make_case,
+)
 from .client import Endpoint, Failed, Refused
 from .material import KINDS, text_of
 
@@ -180,6 +192,19 @@ def returns_ids(side: Side, paths: Sequence[str]) -> bool:
         except (Refused, Failed, IndexError):
             return False
         if not choice.prompt_ids or choice.token_ids is None:
+            return False
+    return True
+
+
+def continues_ids(side: Side, paths: Sequence[str]) -> bool:
+    """Return whether a server's answers begin with the token ids that a request gives; others may ignore the field."""
+    begun = [5, 6, 7]
+    for path in paths:
+        try:
+            choice = side.ask(path, small_body(path) | {BEGUN: begun}).choices[0]
+        except (Refused, Failed, IndexError):
+            return False
+        if choice.token_ids is None or choice.token_ids[: len(begun)] != begun:
             return False
     return True
 
