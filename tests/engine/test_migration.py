@@ -307,6 +307,26 @@ def test_migration_from_asyncio() -> None:
     assert tokens == want
 
 
+def test_a_request_waits_while_its_engine_reads_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading it takes milliseconds: on a fast machine a short request ended meanwhile, and could not be exported."""
+    prompt = held_out("code")[0]
+    with make_quick_engine(TARGET, eagle3(HEAD), "cpu") as a, make_quick_engine(TARGET, eagle3(HEAD), "cpu") as b:
+        (expected,) = a.generate([prompt], BASE)
+        checksum, rounds = a.core.weights.checksum, []
+
+        def slow_checksum() -> str:
+            for _ in range(2):
+                rounds.append(a.stats().rounds)
+                time.sleep(0.05)
+            return checksum()
+
+        monkeypatch.setattr(a.core.weights, "checksum", slow_checksum)
+        request = a.submit(prompt, replace(BASE, max_new_tokens=200))
+        exported = a.export_request(request)
+        assert rounds[0] == rounds[1]
+        assert b.import_request(exported).result().tokens[: len(expected.tokens)] == expected.tokens
+
+
 def test_migration_refuses_inexact_requests(tmp_path: Path) -> None:
     pytest.importorskip("xgrammar")
     pytest.importorskip("llguidance")

@@ -202,8 +202,9 @@ class EngineCore:
         self.expect_ready()
         has_ended = threading.Event()
         with self.weights.lock:
-            layout, checksum = self._peer.layout, self.weights.checksum()
             with self.threads.paused(request_id=request.id), on_stream(self.stream):
+                # In the pause: it takes milliseconds once, in which a short request would end.
+                layout, checksum = self._peer.layout, self.weights.checksum()
                 held = self.scheduler.held(request.id)
                 if held is not None:
                     slot, text = held
