@@ -32,10 +32,9 @@ class Glm4Moe(Llama):
         return deepseek_moe(module)
 
 
-def deepseek_moe(module: Any) -> MoE:
-    """Return DeepSeek-V3's MoE: experts by a sigmoid router, and a shared expert."""
-    gate = module.gate
-    router = SigmoidRouter(
+def sigmoid_router(gate: Any) -> SigmoidRouter:
+    """Return the router of a module with the names of DeepSeek-V3's."""
+    return SigmoidRouter(
         weight=gate.weight.detach(),
         e_score_correction_bias=gate.e_score_correction_bias,
         top_k=gate.top_k,
@@ -44,4 +43,8 @@ def deepseek_moe(module: Any) -> MoE:
         norm_topk_prob=gate.norm_topk_prob,
         routed_scaling_factor=gate.routed_scaling_factor,
     )
-    return MoE(router, experts_of(module.experts), gated_mlp(module.shared_experts))
+
+
+def deepseek_moe(module: Any) -> MoE:
+    """Return DeepSeek-V3's MoE: experts by a sigmoid router, and a shared expert."""
+    return MoE(sigmoid_router(module.gate), experts_of(module.experts), gated_mlp(module.shared_experts))

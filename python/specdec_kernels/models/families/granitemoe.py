@@ -23,7 +23,7 @@ class GraniteMoe(Granite):
         scale = Scale(self.config.residual_multiplier)
         return Layer(
             input_norm=self.norm(module.input_layernorm),
-            mixer=self.attention(index, module.self_attn, layout),
+            mixer=self.mixer(index, module, layout),
             post_attention_norm=scale,
             pre_feed_forward_norm=self.norm(module.post_attention_layernorm),
             feed_forward=self.feed_forward(index, module),

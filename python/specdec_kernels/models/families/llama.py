@@ -12,6 +12,7 @@ from ..layers.decoder_layer import Layer
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head_layout import HeadLayout
 from ..layers.linear import Projection, fused, linear_of
+from ..layers.mixer import Mixer
 from ..layers.mlp import FeedForward, GatedMLP, activation_of
 from ..layers.norm import Norm, rms_norm_of
 from ..layers.rope import Rope
@@ -66,10 +67,14 @@ class Llama(Family):
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.input_layernorm),
-            mixer=self.attention(index, module.self_attn, layout),
+            mixer=self.mixer(index, module, layout),
             pre_feed_forward_norm=self.norm(module.post_attention_layernorm),
             feed_forward=self.feed_forward(index, module.mlp),
         )
+
+    def mixer(self, index: int, module: Any, layout: HeadLayout) -> Mixer:
+        """Return the mixer of a layer's module: attention, in most families."""
+        return self.attention(index, module.self_attn, layout)
 
     def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
         kv_heads = self.config.num_key_value_heads

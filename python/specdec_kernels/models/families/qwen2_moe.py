@@ -18,11 +18,17 @@ class Qwen2Moe(Qwen2):
     model_type = "qwen2_moe"
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        if not hasattr(module, "experts"):
-            return gated_mlp(module)
-        return MoE(
-            softmax_router(module.gate, module.gate.norm_topk_prob),
-            experts_of(module.experts),
-            gated_mlp(module.shared_expert),
-            linear_of(module.shared_expert_gate),
-        )
+        return shared_moe(module)
+
+
+def shared_moe(module: Any) -> FeedForward:
+    """Return a layer's experts with the shared one and its gate, or its MLP if it has no experts."""
+    if not hasattr(module, "experts"):
+        return gated_mlp(module)
+    norm_topk_prob = getattr(module.gate, "norm_topk_prob", True)  # Qwen3.5 always normalizes
+    return MoE(
+        softmax_router(module.gate, norm_topk_prob),
+        experts_of(module.experts),
+        gated_mlp(module.shared_expert),
+        linear_of(module.shared_expert_gate),
+    )

@@ -34,7 +34,7 @@ class Attention:
     sinks: Tensor | None = None  # [heads], an extra score for each head, without a value
     # Multiplies rotated queries, in their dtype: [num_positions, head_dim], either of them may be 1.
     q_factors: Tensor | None = None
-    gate: Linear | None = None  # [heads * head_dim, in]; the sigmoid of its output multiplies attention's
+    gate: Projection | None = None  # [heads * head_dim, in]; the sigmoid of its output multiplies attention's
     cache: LayerKv = field(init=False)
 
     @property

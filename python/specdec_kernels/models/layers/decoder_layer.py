@@ -7,7 +7,7 @@ SwiGLU, is added for batches that `small_m_gemm` does not take.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +44,11 @@ class Layer:
             self.pre_feed_forward_norm = RMSNormQuant.before(self.pre_feed_forward_norm, self.feed_forward.gate_up)
         elif isinstance(self.feed_forward, MLP):
             self.pre_feed_forward_norm = RMSNormQuant.before(self.pre_feed_forward_norm, self.feed_forward.up)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The layer's mixers, in the order in which the model's caches are given to them."""
+        return (self.mixer,)
 
     def enter(self, x: LayerOutput, residual: Tensor | None) -> tuple[Any, Tensor]:
         """Return the layer's input from the previous layer's output: x + residual normalized, and x + residual.
@@ -112,3 +117,96 @@ class ParallelLayer(Layer):
             residual = residual_out.copy_(residual)
         x, rest = self.mixer.out.add_to(residual, mixed)
         return self.feed_forward(normed, combined(x) if rest is None else rest.add_(combined(x)))
+
+
+@dataclass
+class TwoMixerLayer(Layer):
+    """A layer with two mixers, whose inputs and outputs are scaled and whose outputs are added, as in Falcon-H1."""
+
+    second: Mixer = field(kw_only=True)
+    in_scales: tuple[float, float] = (1.0, 1.0)
+    out_scales: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return self.mixer, self.second
+
+    def __call__(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        *,
+        residual_out: Tensor | None = None,
+        only: Tensor | None = None,
+    ) -> tuple[LayerOutput, Tensor | None]:
+        outputs = []
+        for mixer, in_scale, out_scale in zip(self.mixers, self.in_scales, self.out_scales, strict=True):
+            mixed = mixer(scaled(normed, in_scale), positions, batch)
+            outputs.append(scaled(mixer.out(mixed if only is None else mixed[only]), out_scale))
+        residual = residual if only is None else residual[only]
+        assert self.pre_feed_forward_norm is not None
+        normed, residual = self.pre_feed_forward_norm.add_norm(outputs[0] + outputs[1], residual, residual_out)
+        if self.post_feed_forward_norm is None:
+            return self.feed_forward(normed, residual)
+        output, _ = self.feed_forward(normed, None)
+        return self.post_feed_forward_norm(combined(output)), residual
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return x times a factor; x itself for 1."""
+    return x if factor == 1.0 else x * factor
+
+
+@dataclass
+class MixerLayer(Layer):
+    """A layer without a feed-forward part, as in Nemotron-H."""
+
+    pre_feed_forward_norm: Norm | None = field(init=False, default=None)
+    feed_forward: FeedForward = field(init=False)
+
+    def __call__(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        *,
+        residual_out: Tensor | None = None,
+        only: Tensor | None = None,
+    ) -> tuple[LayerOutput, Tensor | None]:
+        mixed = self.mixer(normed, positions, batch)
+        if only is not None:
+            mixed, residual = mixed[only], residual[only]
+        if residual_out is not None:
+            residual = residual_out.copy_(residual)
+        return self.mixer.out.add_to(residual, mixed)
+
+
+@dataclass
+class FeedForwardLayer(Layer):
+    """A layer without a mixer, as in Nemotron-H."""
+
+    mixer: Mixer = field(init=False)
+    pre_feed_forward_norm: Norm | None = field(init=False, default=None)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return ()
+
+    def __call__(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        *,
+        residual_out: Tensor | None = None,
+        only: Tensor | None = None,
+    ) -> tuple[LayerOutput, Tensor | None]:
+        if only is not None:
+            normed, residual = normed[only], residual[only]
+        if residual_out is not None:
+            residual = residual_out.copy_(residual)
+        return self.feed_forward(normed, residual)

@@ -28,6 +28,17 @@ class PermutedProjection(Projection):
         return self._projection(x)[..., self._index].masked_fill(self._is_zero, 0)
 
 
+def reordered(linear: Any, order: list[int], device: torch.device) -> Projection:
+    """Return the projection whose output i is a module's output order[i], or 0 where that is -1.
+
+    Its weights are a copy, unless they are quantized.
+    """
+    whole = linear_of(linear)
+    if isinstance(whole.weight, Tensor):
+        return whole.permute_outputs(order)
+    return PermutedProjection(whole, torch.tensor(order, device=device))
+
+
 class HeadLayout:
     """Where the elements of a model's heads stand in our linears and pools, so that kernels compute what it does.
 
@@ -74,14 +85,14 @@ class HeadLayout:
         Args:
             kv_heads: of keys, and of values.
             linears: one module each, or one for all.
-            order: which head of the modules' output each of ours is; None: they are in our order.
+            order: which head of the modules' output each of ours is; None: all of them, in our order.
             normed: wraps a projection whose heads have the model's layout, e.g. with norms.
         """
-        heads = sum(linear.out_features for linear in linears) // self.dim
+        heads = sum(linear.out_features for linear in linears) // self.dim if order is None else len(order)
         orders = [self._order] * (heads - kv_heads) + [self._padded] * kv_heads
         elements = self._elements(orders, range(heads) if order is None else order)
         quantized = any(isinstance(linear, QuantizedLinear) for linear in linears)
-        is_permuted = elements != list(range(heads * self.dim))
+        is_permuted = elements != list(range(sum(linear.out_features for linear in linears)))
         if is_permuted and normed is None and not quantized:
             return concatenated(*linears).permute_outputs(elements)
         whole: Projection = fused(*linears)
@@ -95,8 +106,10 @@ class HeadLayout:
         whole, elements = self._padded_linear(linear, linear.in_features)
         return whole if elements is None else whole.permute_inputs(elements)
 
-    def gate(self, linear: Any) -> Linear:
-        """Return the projection of the gates of attention's output."""
+    def gate(self, linear: Any, order: Sequence[int] | None = None) -> Projection:
+        """Return the projection of the gates of attention's output, of all heads of a linear or of these."""
+        if order is not None:
+            return reordered(linear, self._elements([self._padded] * len(order), order), self.rotations.device)
         whole, elements = self._padded_linear(linear, linear.out_features)
         return whole if elements is None else whole.permute_outputs(elements)
 

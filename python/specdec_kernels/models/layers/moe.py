@@ -94,6 +94,7 @@ class SigmoidRouter(Router):
     topk_group: int
     norm_topk_prob: bool
     routed_scaling_factor: float
+    eps: float = 1e-20  # added to the sum by which weights are divided
 
     def __call__(self, x: Tensor) -> Routing:
         scores = functional.linear(x.float(), self.weight.float()).sigmoid()
@@ -105,7 +106,7 @@ class SigmoidRouter(Router):
         experts = grouped.flatten(1).topk(self.top_k).indices
         weights = scores.gather(1, experts)
         if self.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
         return routing_of(experts, weights * self.routed_scaling_factor, len(self.weight))
 
 
