@@ -15,6 +15,7 @@ from specdec_kernels.models.layers.mlp import GatedMLP
 from specdec_kernels.models.layers.moe import Fp8Experts, MoE
 from specdec_kernels.models.layers.quantized import Fp8Weight, Int4Weight
 from specdec_kernels.models.options import ModelOptions
+from specdec_kernels.models.state_cache import StateCache
 from support.quantized_checkpoints import EXPERTS, write_model
 from support.tiny_random_models import NATIVE, WINDOW, tiny_model
 
@@ -102,6 +103,15 @@ def test_info_names_feature_layers(model_type: str, tmp_path: Path) -> None:
     assert lm.feature_layers == tuple(range(count + 1))
     layers = getattr(getattr(lm, "decoder", None), "layers", None) or lm._layers()  # type: ignore[attr-defined]
     assert len(layers) == count
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2"])
+def test_info_names_the_size_of_recurrent_states(model_type: str, tmp_path: Path) -> None:
+    way, target = opened(saved(tmp_path, model_type, dtype="float32"))
+    specs, device = target.states.specs, torch.device("cpu")
+    sizes = [StateCache.allocate(specs, 1, nodes, 1, device).num_bytes / 1e6 for nodes in (0, 1)]
+    assert way.states == f"{sizes[0]:.1f} MB a request, and {sizes[1] - sizes[0]:.2f} MB for each node of its trees"
+    assert way.windows == "all rows in layers with attention"
 
 
 def test_info_agrees_on_the_dtype_of_dense_parts(tmp_path: Path) -> None:

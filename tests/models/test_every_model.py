@@ -18,10 +18,10 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec_kernels.engine import Engine, Ngram, RequestOutput, SamplingParams, Standalone
-from specdec_kernels.models.families import known_families
+from specdec_kernels.models.families import family_of, known_families
 from specdec_kernels.models.weights.model_config import PLAIN_TEXT_DECODERS, text_config
 from support.exhaustive import exhaustive
-from support.tiny_random_models import NATIVE, NO_SMALL, tiny_config, tiny_model
+from support.tiny_random_models import NATIVE, NATIVE_OF, NO_SMALL, tiny_config, tiny_model
 
 MODEL_TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PLAIN_TEXT_DECODERS})
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -35,7 +35,8 @@ HEAD = """# Models
 All model types that transformers {version} loads as a causal language model, and the multimodal types whose text decoder
 our layers run (with text prompts only). Each was tested with a tiny random checkpoint in float32. A type works if its
 greedy text equals that of transformers' `generate` in four runs: without drafts, with trees of the n-gram index, and with
-two `Standalone` drafts of the same type, the model itself and one with other weights.
+two `Standalone` drafts of the same type, the model itself and one with other weights. Types whose layers keep a recurrent
+state are no `Standalone` drafts: they take the first two runs.
 
 - *native*: our layers run it.
 - *transformers*: transformers' own modules run it, with our paged tree attention registered in the attention interface.
@@ -112,6 +113,11 @@ def can_be_made(model_type: str) -> bool:
     return True
 
 
+def keeps_states(model_type: str) -> bool:
+    """Whether layers of a native type keep a recurrent state: it is no `Standalone` draft then."""
+    return bool(family_of(text_config(tiny_config(model_type))).state_specs(torch.float32))
+
+
 def row_of(model_type: str, chosen: Collection[str] = DRAFTS) -> str:
     """Return the line of the table. AssertionError: a model that opens gives another text than its own."""
     backends, why = {"native": "-", "transformers": "-"}, ""
@@ -121,10 +127,13 @@ def row_of(model_type: str, chosen: Collection[str] = DRAFTS) -> str:
             continue
         if backend == "native" and text_config(tiny_config(model_type)).model_type not in known_families():
             continue
-        changes = NATIVE if backend == "native" else {}
+        changes = NATIVE | NATIVE_OF.get(model_type, {}) if backend == "native" else {}
+        names = tuple(chosen)
+        if backend == "native" and keeps_states(model_type):
+            names = tuple(dict.fromkeys("plain" if name == "plain" else "n-gram" for name in chosen))
         model, other = (tiny_model(model_type, seed, **changes) for seed in (0, 1))
         try:
-            found = texts(model, other, backend, chosen)
+            found = texts(model, other, backend, names)
         except ValueError as error:
             why = (
                 re.sub(r"^(draft )?model: \w+ ", "", str(error))

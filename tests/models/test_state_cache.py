@@ -1,4 +1,4 @@
-"""Layers whose mixer keeps a recurrent state: the state is saved, restored, forked and moved along accepted paths."""
+"""Recurrent states: a path that was accepted continues as its text does; states are saved, restored and forked."""
 
 from __future__ import annotations
 
@@ -7,114 +7,197 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specdec_kernels.models.backends import native
+from specdec_kernels import Status
 from specdec_kernels.models.backends.native import CausalLM
-from specdec_kernels.models.families import Llama, base
-from specdec_kernels.models.layers.decoder_layer import Layer
-from specdec_kernels.models.layers.head_layout import HeadLayout
-from specdec_kernels.models.layers.linear import Linear
-from specdec_kernels.models.layers.mixer import attach_caches, state_specs_of
+from specdec_kernels.models.layers.mixer import attach_caches, mixers_of, state_specs_of
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
-from specdec_kernels.models.state_cache import StateCache, StateSpec
-from support.counting_mixer import CountingMixer
+from specdec_kernels.models.state_cache import ConvSpec, RecurrenceSpec, StateCache, StateSpec, bytes_of
+from support.exhaustive import thinned
+from support.hybrid_cases import HYBRIDS, VOCAB, hybrid_module
+from support.trees import random_parents
 
-CPU = torch.device("cpu")
-SLOTS, NODES, PAGE_SIZE = 3, 4, 4
-MASK = [0b0001, 0b0011, 0b0101, 0b1101]  # nodes 0, 0-1, 0-2, 2-3
-
-
-def ints(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+SLOTS, NODES, PAGES = 3, 6, 8
 
 
-class Counting(Llama):
-    """Llama whose layers count tokens, but for layer 0, which has attention."""
-
-    model_type = "counting"
-
-    def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
-        layer = super().layer(index, module, layout)
-        if index:
-            weight = torch.full((self.config.hidden_size, 1), 0.1 * index)
-            layer.mixer = CountingMixer(Linear(weight, None))
-        return layer
-
-
-def counting_model(monkeypatch: pytest.MonkeyPatch, num_layers: int = 3) -> CausalLM:
-    monkeypatch.setattr(base, "_FAMILIES", base._FAMILIES | {"counting": Counting})
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=64, intermediate_size=96, num_attention_heads=1, num_hidden_layers=num_layers
+def make_model(case: str, device: torch.device) -> CausalLM:
+    options = ModelOptions(
+        max_len=96,
+        num_pages=SLOTS * PAGES,
+        page_size=16,
+        dtype=torch.float32,
+        device=device,
+        num_slots=SLOTS,
+        max_nodes=NODES,
+        accept_width=NODES,
     )
-    torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(config)
-    module.config.model_type = "counting"
-    monkeypatch.setattr(
-        CausalLM, "states", StateCache.allocate([StateSpec(((),), (torch.int64,))] * 2, SLOTS, NODES, CPU)
-    )
-    options = ModelOptions(max_len=64, num_pages=9, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU)
-    monkeypatch.setattr(native, "check_against_module", lambda *_: None)  # no module of transformers counts
-    return CausalLM(module.eval(), options)
+    return CausalLM(hybrid_module(case), options)
 
 
-def batch_of(slots: Tensor, lens: Tensor, count: int, mask: list[int] | None = None) -> tuple[Tensor, PagedBatch]:
-    """Return positions [B, count] and the batch of rows after prefixes of these lengths."""
-    words = None if mask is None else torch.tensor(mask).expand(len(slots), -1)[..., None].contiguous()
-    table = torch.arange(9, dtype=torch.int32).view(SLOTS, 3)
-    depths = torch.arange(count) if mask is None else torch.tensor([bits.bit_count() - 1 for bits in mask])
-    positions = (lens[slots.long()][:, None] + depths).int()
-    return positions, PagedBatch(slots, table, lens, tail_len=count, mask=words)
+def ints(values: Any, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def counts(lm: CausalLM) -> list[list[int]]:
-    assert lm.states is not None
-    return [layer.committed[0].tolist() for layer in lm.states.layers]
+class Slots:
+    """Texts of slots, and passes over them."""
+
+    def __init__(self, lm: CausalLM) -> None:
+        self.lm, self.device = lm, lm.embedding.weight.device
+        self.texts: list[list[int]] = [[] for _ in range(SLOTS)]
+        self.table = torch.arange(SLOTS * PAGES, dtype=torch.int32, device=self.device).view(SLOTS, PAGES)
+        self.status = ints([0] * SLOTS, self.device)
+
+    @property
+    def lens(self) -> Tensor:
+        return ints([len(text) for text in self.texts], self.device)
+
+    def prefill(self, slot: int, tokens: list[int]) -> Tensor:
+        """Append tokens to a slot's text, and return their hidden states [n, H]."""
+        begin = len(self.texts[slot])
+        positions = ints([list(range(begin, begin + len(tokens)))], self.device)
+        rows = PagedBatch(ints([slot], self.device), self.table, self.lens, tail_len=len(tokens), status=self.status)
+        hidden = self.lm.forward(ints([tokens], self.device), positions, rows).hidden[0]
+        self.texts[slot] += tokens
+        return hidden
+
+    def run_trees(self, slots: list[int], tokens: list[list[int]], parents: list[list[int]]) -> Tensor:
+        """Return the hidden states of packed trees, [M, H]."""
+        bounds, mask, positions = [0], [], []
+        for slot, links in zip(slots, parents, strict=True):
+            words: list[int] = []
+            for node, parent in enumerate(links):
+                words.append((words[parent] if parent >= 0 else 0) | 1 << node)
+                positions.append(len(self.texts[slot]) + words[-1].bit_count() - 1)
+            mask += words
+            bounds.append(len(mask))
+        rows = PagedBatch(
+            ints(slots, self.device),
+            self.table,
+            self.lens,
+            mask=torch.tensor(mask, device=self.device)[:, None],
+            cu_seqlens_q=ints(bounds, self.device),
+            status=self.status,
+        )
+        packed = ints([token for each in tokens for token in each], self.device)
+        return self.lm.forward(packed, ints(positions, self.device), rows).hidden
+
+    def accept(self, slots: list[int], tokens: list[list[int]], paths: list[list[int]]) -> None:
+        """Commit a path of each slot's last tree."""
+        width, device = NODES, self.device
+        path = ints([each + [each[-1]] * (width - len(each)) for each in paths], device)
+        counts = ints(list(map(len, paths)), device)
+        self.lm.commit_path(self.table, path, counts, self.lens, slots=ints(slots, device), status=self.status)
+        for slot, of_slot, nodes in zip(slots, tokens, paths, strict=True):
+            self.texts[slot] += [of_slot[node] for node in nodes]
 
 
-def test_states_count_prompts_and_accepted_paths_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = counting_model(monkeypatch)
-    slots, lens = ints(2, 0), ints(5, 0, 5)
-    positions, batch = batch_of(slots, ints(0, 0, 0), 5)
-    tokens = torch.randint(50, (2, 5), generator=torch.Generator().manual_seed(1))
-    lm.prefill(tokens, positions, batch)
-    assert counts(lm) == [[5, 0, 5]] * 2  # the last layer, too, has counted each row once
-    positions, batch = batch_of(slots, lens, 4, MASK)
-    lm.forward(tokens[:, :4], positions, batch)
-    assert counts(lm) == [[5, 0, 5]] * 2
-    path = ints(0, 2, 3).expand(2, -1).contiguous()
-    lm.commit_path(batch.page_table, path, ints(3, 0), lens, slots=slots, status=ints(0, 0, 0))
-    assert counts(lm) == [[5, 0, 8]] * 2
+def random_tree(count: int) -> tuple[list[int], list[int]]:
+    """Return tokens and parents of a tree with a root."""
+    parents = random_parents(1, count)[0].tolist()
+    return torch.randint(VOCAB, (count,)).tolist(), [-1, *parents[1:]]
 
 
-def test_tree_pass_sees_each_path_as_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hidden state of a node is that of its path, prefilled: counts enter the residual stream."""
-    lm = counting_model(monkeypatch)
-    tokens, tree = torch.tensor([[7, 8, 9]]), torch.tensor([[1, 2, 3, 4]])
-    lm.prefill(tokens, *batch_of(ints(0), ints(0, 0, 0), 3))
-    got = lm.forward(tree, *batch_of(ints(0), ints(3, 0, 0), 4, MASK)).hidden
-    path = torch.cat([tokens, tree[:, [0, 2, 3]]], 1)
-    want = lm.forward(path, *batch_of(ints(1), ints(0, 0, 0), 6)).hidden
-    torch.testing.assert_close(got[0, [0, 2, 3]], want[0, 3:], rtol=1e-4, atol=1e-4)
+def path_to(node: int, parents: list[int]) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
 
 
-def test_states_are_saved_restored_and_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = counting_model(monkeypatch)
-    assert lm.states is not None
-    lm.prefill(torch.ones(1, 4, dtype=torch.long), *batch_of(ints(1), ints(0, 0, 0), 4))
-    saved = lm.states.save(1)
-    lm.states.fork(1, 2)
-    lm.prefill(torch.ones(1, 2, dtype=torch.long), *batch_of(ints(1), ints(0, 4, 4), 2))
-    assert counts(lm) == [[0, 6, 4]] * 2
-    lm.states.restore(1, saved)
-    assert counts(lm) == [[0, 4, 4]] * 2
+def expect_close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-4 * float(theirs.abs().max()))
 
 
-def test_recurrent_layers_without_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = counting_model(monkeypatch)
-    mixers = [layer.mixer for layer in lm.decoder.layers]
-    assert len(state_specs_of(mixers)) == 2 and len(lm.pools.layers) == 1
+@pytest.mark.parametrize("case", thinned(HYBRIDS, ("qwen3_next", "falcon_h1", "lfm2").__contains__))
+@torch.inference_mode()
+def test_accepted_paths_continue_as_their_texts_do(case: str, device: torch.device) -> None:
+    """In several rounds, of one slot and of two, each node's state is that of its path, prefilled in the third slot."""
+    torch.manual_seed(3)
+    lm = make_model(case, device)
+    slots = Slots(lm)
+    for slot, length in ((0, 9), (1, 2)):
+        slots.prefill(slot, torch.randint(VOCAB, (length,)).tolist())
+    for batch in ([0, 1], [1], [1, 0], [0, 1]):
+        trees = [random_tree(int(torch.randint(1, NODES + 1, ()))) for _ in batch]
+        tokens, parents = [tree[0] for tree in trees], [tree[1] for tree in trees]
+        hidden = slots.run_trees(batch, tokens, parents)
+        paths, first = [], 0
+        for slot, of_slot, links in zip(batch, tokens, parents, strict=True):
+            for node in range(len(links)):
+                path = path_to(node, links)
+                lm.begin(2)
+                slots.texts[2] = []
+                alone = slots.prefill(2, slots.texts[slot] + [of_slot[at] for at in path])
+                expect_close(hidden[first + node], alone[-1])
+            paths.append(path_to(int(torch.randint(len(links), ())), links))
+            first += len(links)
+        slots.accept(batch, tokens, paths)
+
+
+@torch.inference_mode()
+def test_stalled_slot_keeps_its_pending_path(device: torch.device) -> None:
+    torch.manual_seed(4)
+    slots = Slots(make_model("qwen3_next", device))
+    slots.prefill(0, [1, 2, 3])
+    tokens, parents = [5, 6, 7, 8], [-1, 0, 0, 2]
+    slots.run_trees([0], [tokens], [parents])
+    slots.accept([0], [tokens], [[0, 2]])
+    want = slots.run_trees([0], [[9]], [[-1]])
+    slots.prefill(1, slots.texts[0][:3])
+    slots.run_trees([1], [tokens], [parents])
+    slots.accept([1], [tokens], [[0, 2]])
+    slots.status[1] = int(Status.STALLED)
+    slots.run_trees([1], [[4, 4]], [[-1, 0]])
+    slots.lm.commit_path(
+        slots.table, ints([[0] * NODES], device), ints([1], device), slots.lens, slots=ints([1], device),
+        status=slots.status,
+    )  # fmt: skip
+    slots.status[1] = 0
+    expect_close(slots.run_trees([1], [[9]], [[-1]]), want)
+
+
+@torch.inference_mode()
+def test_states_are_saved_restored_and_forked(device: torch.device) -> None:
+    torch.manual_seed(5)
+    slots = Slots(make_model("qwen3_next", device))
+    states = slots.lm.states
+    assert states is not None
+    slots.prefill(0, [1, 2, 3])
+    tokens, parents = [5, 6, 7, 8], [-1, 0, 0, 2]
+    slots.run_trees([0], [tokens], [parents])
+    slots.accept([0], [tokens], [[0, 2, 3]])
+    states.fork(0, 1)  # a path is pending
+    slots.table[1], slots.texts[1] = slots.table[0], list(slots.texts[0])
+    saved = states.save(0)
+    want = slots.run_trees([0], [[9]], [[-1]])
+    expect_close(slots.run_trees([1], [[9]], [[-1]]), want)
+    slots.accept([0], [[9]], [[0]])
+    slots.texts[0].pop()
+    slots.run_trees([0], [[3, 3]], [[-1, 0]])
+    states.restore(0, saved)
+    expect_close(slots.run_trees([0], [[9]], [[-1]]), want)
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    conv = ConvSpec(24, 4, torch.bfloat16)
+    specs = [
+        StateSpec(conv),
+        StateSpec(conv, RecurrenceSpec(2, 4, 8, 16)),
+        StateSpec(conv, RecurrenceSpec(2, 4, 8, 16, decays_by_channel=True)),
+    ]
+    for spec in specs:
+        states = StateCache.allocate([spec], 5, 7, 3, torch.device("cpu"))
+        assert states.num_bytes == bytes_of(spec, 5, 7)
+    empty = StateCache.allocate(specs, 5, 7, 3, torch.device("cpu")).with_slots(0)
+    assert (empty.num_slots, empty.num_bytes, len(empty.layers)) == (0, 0, 3)
+
+
+def test_recurrent_layers_without_states_are_refused() -> None:
+    lm = make_model("qwen3_next", torch.device("cpu"))
+    mixers = mixers_of(lm.decoder.layers)
+    assert len(state_specs_of(mixers)) == 3 and len(lm.pools.layers) == 1
     with pytest.raises(ValueError) as error:
         attach_caches(mixers, lm.pools)
-    assert str(error.value) == "model: layer 1 keeps a recurrent state, expected KV in every layer"
+    assert str(error.value) == "model: mixer 0 keeps a recurrent state, expected KV in every layer"

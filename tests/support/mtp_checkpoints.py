@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from support.hybrid_cases import DELTA, EXPERTS
 from support.random_checkpoints import save_random_model
 
 NUM_LAYERS = 2  # of the target
@@ -30,6 +31,7 @@ class Case:
         changes: entries of the config.
         state_first: the projection reads the state, then the embedding.
         zeroes_first_embedding: the embedding of row 0 is zero.
+        adds_one: norms multiply by 1 + weight.
     """
 
     model_type: str
@@ -39,6 +41,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     state_first: bool = False
     zeroes_first_embedding: bool = False
+    adds_one: bool = False
 
 
 NEXTN, MIMO = f"model.layers.{NUM_LAYERS}.", "model.mtp_layers.0."
@@ -71,6 +74,14 @@ CASES = {
         {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
         | {"post_norm": "mtp.norm"},
         "mtp.layers.0.",
+    ),
+    "qwen3_next hybrid": Case(
+        "qwen3_next",
+        {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
+        | {"post_norm": "mtp.norm"},
+        "mtp.layers.0.",
+        changes=DELTA | EXPERTS | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+        adds_one=True,
     ),
 }
 
@@ -119,6 +130,8 @@ class Reference:
         self.weights = {part: tensors[f"{stored}.weight"] for part, stored in self.case.names.items()}
         self.weights.setdefault("post_norm", tensors["model.norm.weight"])
         embedding, head = ("model.embed_tokens", "lm_head")
+        if self.case.adds_one:
+            self.weights |= {part: self.weights[part] + 1 for part in ("enorm", "hnorm", "post_norm")}
         self.embedding = tensors[f"{self.case.own.get(embedding, embedding)}.weight"]
         self.head = tensors[f"{self.case.own.get(head, head)}.weight"]
         config = copy.deepcopy(self.target.config)

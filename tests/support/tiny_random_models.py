@@ -103,6 +103,9 @@ GEMMA4 = {
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 ANGLES = {"rope_type": "default", "rope_theta": 1e4}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
 QWEN4 = {
     "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
     "indexer_compress_ratio": 4, "ngram_vocab_size_base": 100, "split_ngram_parts": 1,
@@ -137,6 +140,16 @@ MORE: dict[str, dict[str, Any]] = {
     "dots3_note_text": DOTS3,
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128, "key_multiplier": 0.7, "ssm_out_multiplier": 0.8},
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "qwen3_next": DELTA,
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA,
+    "qwen3_5": DELTA | MROPE,
+    "qwen3_5_moe": DELTA | MROPE,
     "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 16},
     "blt": {"encoder_hash_byte_group_vocab": 500},
     "cohere_compass_text": {
@@ -255,3 +268,4 @@ def published(name: str, model_type: str) -> str:
 
 # Native families: head dimensions of our kernels.
 NATIVE = {"hidden_size": 256, "head_dim": 64}
+NATIVE_OF = {"bamba": {"mamba_n_heads": 32}, "granitemoehybrid": {"mamba_n_heads": 32}}  # and of these types

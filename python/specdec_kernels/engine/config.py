@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ import torch
 
 from .. import _C
 from ..models.backends.select import implementation_of, windows_of
-from ..models.families import kv_numbers, position_limit
+from ..models.families import family_of, kv_numbers, position_limit
+from ..models.state_cache import MOST_TREE_NODES, StateSpec, bytes_of
 from ..models.weights.kv_scales import kv_dtype_of
 from ..models.weights.loading import DTYPES
 from ..plans import Gpu
@@ -140,6 +142,7 @@ class EngineConfig:
         top_n: most likely tokens scored next to each token, at most.
         implementation: of the target, "native" or "transformers".
         grammars: requests may have a grammar.
+        state_bytes: of the recurrent states of all slots, and of what they record of trees.
     """
 
     machine: Machine
@@ -169,6 +172,7 @@ class EngineConfig:
     top_n: int
     implementation: str
     grammars: bool
+    state_bytes: int
 
     @classmethod
     def resolve(cls, model: Any, draft: Draft, machine: Machine, options: EngineOptions) -> EngineConfig:
@@ -195,9 +199,12 @@ class EngineConfig:
         implementation = implementation_of(model, max_len, options.implementation)
         kv_dtype = kv_dtype_of(options.kv_dtype, dtype)
         needs = checked_needs(draft, model)
+        states = state_specs_of_model(model, implementation, dtype)
+        check_recurrent(model, states, needs, options)
         reserve = max(needs.num_nodes, needs.accept_width, needs.scratch_rows) + 1
         max_pages = -(-(max_len + reserve) // options.page_size)
-        pages, prefix_cache = page_plan_of(model, implementation, draft, needs, options, max_pages, reserve)
+        can_cache = draft.cacheable and not states
+        pages, prefix_cache = page_plan_of(model, implementation, can_cache, needs, options, max_pages, reserve)
         num_pages = num_pages_of(options, machine, pages, max_len, reserve)
         adaptive = is_adaptive(options, draft, captures, on_cuda)
         largest = options.num_slots
@@ -229,6 +236,7 @@ class EngineConfig:
             top_n=min(MAX_LOGPROBS, model.vocab_size),
             implementation=implementation,
             grammars=options.grammars,
+            state_bytes=sum(bytes_of(spec, options.num_slots, needs.num_nodes) for spec in states),
         )
         check_memory(config, model)  # before sizes are listed that may be too many for a list
         check_num_nodes(options.num_slots, needs.num_nodes)
@@ -273,7 +281,7 @@ def checked_needs(draft: Draft, model: Any) -> Needs:
 
 
 def page_plan_of(
-    model: Any, implementation: str, draft: Draft, needs: Needs, options: EngineOptions, max_pages: int, reserve: int
+    model: Any, implementation: str, can_cache: bool, needs: Needs, options: EngineOptions, max_pages: int, reserve: int
 ) -> tuple[PagePlan, bool]:
     """Return the page tables of the engine, and whether it has a prefix cache."""
     keeps_all: set[int | None] = {None}
@@ -282,7 +290,7 @@ def page_plan_of(
     pages = PagePlan.of(windows, *sizes)
     prefix_cache = options.prefix_cache
     if prefix_cache is None:
-        prefix_cache = not options.batch_invariant and draft.cacheable and not pages.gives_back
+        prefix_cache = not options.batch_invariant and can_cache and not pages.gives_back
     if prefix_cache:  # a cached page serves requests that see other rows of it: no page below a window is given back
         pages = PagePlan.of(keeps_all, *sizes)
     return pages, prefix_cache
@@ -417,6 +425,27 @@ def check_cacheable(draft: Draft, prefix_cache: bool) -> None:
         )
 
 
+def state_specs_of_model(model: Any, implementation: str, dtype: torch.dtype) -> list[StateSpec]:
+    """Return what each layer of the target with a recurrent state keeps."""
+    return family_of(model).state_specs(dtype) if implementation == "native" else []
+
+
+def check_recurrent(model: Any, states: Sequence[StateSpec], needs: Needs, options: EngineOptions) -> None:
+    """Raise ValueError for options that a target with recurrent states cannot have."""
+    if not states:
+        return
+    if needs.num_nodes > MOST_TREE_NODES:
+        raise ValueError(
+            f"Engine: draft has num_nodes={needs.num_nodes}, expected at most {MOST_TREE_NODES} "
+            f"({model.model_type} has layers with a recurrent state)"
+        )
+    if options.prefix_cache:
+        raise ValueError(
+            f"Engine: prefix_cache is set, expected not with {model.model_type}, "
+            "whose layers keep a recurrent state, which no page has"
+        )
+
+
 def check_num_nodes(num_slots: int, num_nodes: int) -> None:
     """Raise ValueError for rounds with more nodes than `allocate_nodes` takes."""
     if num_slots * num_nodes > MOST_NODES:
@@ -446,12 +475,16 @@ def memory_of(config: EngineConfig, model: Any) -> dict[str, int]:
     """
     needs, pages, num_slots = config.needs, config.pages, config.num_slots
     fewest = min([config.num_pages, *(most for _, most in pages.windows)])
-    row_elements = config.num_pages * needs.kv_numbers + fewest * kv_numbers(model, model.num_hidden_layers)
+    num_layers = model.num_hidden_layers
+    if config.implementation == "native":
+        num_layers = family_of(model).num_kv_layers
+    row_elements = config.num_pages * needs.kv_numbers + fewest * kv_numbers(model, num_layers)
     num_nodes = num_slots * needs.num_nodes
     slot_words = config.max_pages * (1 + len(pages.windows)) + MAX_STOP_TOKENS + 2 * model.vocab_size
     features = (1 + config.max_idle_rounds) * len(needs.feature_layers) * model.hidden_size * config.dtype.itemsize
     rings = ring_bytes(num_slots, needs.accept_width, config.num_levels, config.top_n)
     return {
+        "states": config.state_bytes,
         "KV": config.page_size * row_elements * config.kv_dtype.itemsize,
         "logits": num_nodes * model.vocab_size * config.dtype.itemsize,
         "masks": num_nodes * -(-model.vocab_size // 32) * 4 if config.grammars else 0,

@@ -208,7 +208,7 @@ class EngineCore:
                 held = self.scheduler.held(request.id)
                 if held is not None:
                     slot, text = held
-                    tensors, first_rows = pack_slot(self.state, self.target.pools, self.draft, slot, len(text) - 1)
+                    tensors, first_rows = pack_slot(self.state, self.target, self.draft, slot, len(text) - 1)
                     self.scheduler.cancel(request.id)
             if held is not None and self.stream is not None:
                 record_stream(torch.cuda.current_stream(self.stream.device), tensors)

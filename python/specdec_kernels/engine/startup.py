@@ -119,6 +119,9 @@ def load_target(
         feature_layers=config.needs.feature_layers,
         adapter=adapter,
         window_pages=dict(config.pages.windows),
+        num_slots=config.num_slots,
+        max_nodes=config.needs.num_nodes,
+        accept_width=config.needs.accept_width,
     )
     target = open_language_model(model, options, config.implementation)
     check_windows(target, config.pages)

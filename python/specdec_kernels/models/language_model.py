@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .kv_pools import KvPools
 from .layers.paged_batch import LastRows, PagedBatch
+from .state_cache import StateCache
 from .weights.update import Update
 
 
@@ -35,6 +36,7 @@ class LanguageModel(Protocol):
     is_given: bool  # whether that is the caller's
     max_len: int
     pools: KvPools
+    states: StateCache | None  # None: no layer keeps a recurrent state
     feature_layers: tuple[int, ...]
 
     @property
@@ -82,6 +84,9 @@ class LanguageModel(Protocol):
         window_tables: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
         """Make the accepted path of each request's tree part of its cache."""
+
+    def begin(self, slot: int) -> None:
+        """Let the next pass of a slot begin a sequence."""
 
     def resize_pools(self, num_pages: int) -> None:
         """Replace the pools by empty ones of another number of pages."""

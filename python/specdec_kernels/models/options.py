@@ -28,6 +28,8 @@ class ModelOptions:
             the state that enters the final norm.
         adapter: folder of a LoRA to merge into the weights of a path or hub id.
         name: of the model in error messages.
+        num_slots: sequences that have a recurrent state, of models with such layers.
+        max_nodes, accept_width: most nodes of a sequence's tree, and width of accepted paths, for these layers.
         window_pages: sliding windows whose layers have a page table of their own (`PagedBatch.window_tables`), and the
             number of pages of each.
         shard: this rank's share of the model, a native one. reduction: sums partial outputs over the ranks.
@@ -43,6 +45,9 @@ class ModelOptions:
     feature_layers: Sequence[int] = ()
     adapter: Path | None = None
     name: str = "model"
+    num_slots: int = 1
+    max_nodes: int = 16
+    accept_width: int = 16
     window_pages: Mapping[int, int] = field(default_factory=dict)
     shard: Shard = WHOLE
     reduction: Reduction = LOCAL

@@ -48,6 +48,7 @@ class Executor:
         tokens, cached = request.tokens, request.cached_entries
         inputs: SlotInputs = request.extra or SlotInputs()
         state, slots = self.state, self._slots[slot : slot + 1]
+        self.target.begin(slot)
         if inputs.on_begin is not None:
             inputs.on_begin()
         if cached:
@@ -66,7 +67,7 @@ class Executor:
             self._edit(slot, inputs.edit, tokens)
         rows, kept = len(cached) * state.pool.page_size, None
         if inputs.kv is not None:
-            kept = inputs.kv.unpack(state, self.target.pools, self.draft, slots, self.prefill_chunk, len(tokens) - 1)
+            kept = inputs.kv.unpack(state, self.target, self.draft, slots, self.prefill_chunk, len(tokens) - 1)
         if kept is not None:
             self.migrated_drafts[slot] = kept
             rows = len(tokens) - 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...models.language_model import Prefilled
-from ...models.layers.paged_batch import LastRows, PagedBatch
+from ...models.layers.paged_batch import LastRows, PagedBatch, Sequences, with_gaps
 from .state import EngineState
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     @property
     def sizes(self) -> list[int]:
         """The sizes of the arrays that `pack` concatenates, in order."""
-        return [*3 * [self.pieces], *3 * [self.chunks], self.pieces * (self.length + 1)]
+        return [*3 * [self.pieces], *4 * [self.chunks], self.pieces * (self.length + 1)]
 
     @classmethod
     def fitting(cls, lengths: Sequence[int]) -> Shape:
@@ -52,13 +52,14 @@ def num_pieces(lengths: Sequence[int], length: int) -> int:
 def pack(chunks: Sequence[PrefillChunk], shape: Shape) -> array[int]:
     """Pack what the host knows of a pass for one copy to the device.
 
-    If the shape has room for more, pieces without rows are added, and the last chunk is repeated.
+    If the shape has room for more, pieces without rows are added, and the last chunk is repeated, without its rows.
     """
     length = shape.length
     piece_slots, starts, counts, tokens = array("i"), array("i"), array("i"), array("i")
-    slots, ends, last_rows = array("i"), array("i"), array("i")
+    slots, ends, first_rows, last_rows = array("i"), array("i"), array("i"), array("i")
     for chunk in chunks:
         chunk_tokens, num_rows = chunk.tokens, len(chunk.tokens) - 1
+        first_rows.append(len(counts) * length)
         for begin in range(0, num_rows, length):
             count = min(length, num_rows - begin)
             piece_slots.append(chunk.slot)
@@ -71,10 +72,24 @@ def pack(chunks: Sequence[PrefillChunk], shape: Shape) -> array[int]:
         last_rows.append((len(counts) - 1) * length + counts[-1] - 1)
     for of_pieces, empty in ((piece_slots, slots[-1]), (starts, 0), (counts, 0)):
         of_pieces.extend([empty] * (shape.pieces - len(of_pieces)))
-    for of_chunks in (slots, ends, last_rows):
-        of_chunks.extend([of_chunks[-1]] * (shape.chunks - len(of_chunks)))
+    for of_chunks, more in (
+        (slots, slots[-1]),
+        (ends, ends[-1]),
+        (first_rows, last_rows[-1] + 1),
+        (last_rows, last_rows[-1]),
+    ):
+        of_chunks.extend([more] * (shape.chunks - len(of_chunks)))
     tokens.extend([0] * (shape.pieces * (length + 1) - len(tokens)))
-    return sum([piece_slots, starts, counts, slots, ends, last_rows, tokens], array("i"))
+    return sum([piece_slots, starts, counts, slots, ends, first_rows, last_rows, tokens], array("i"))
+
+
+def chunk_sequences(
+    slots: Tensor, first_rows: Tensor, last_rows: Tensor, num_rows: int, state: EngineState
+) -> Sequences:
+    """Return the rows of chunks [R] for recurrent layers: a chunk's pieces are neighbors, and all but the last full."""
+    owners = slots.where(first_rows <= last_rows, -1)  # a repeated chunk has no rows
+    owners, bounds = with_gaps(owners, first_rows, last_rows + 1, num_rows)
+    return Sequences(owners, bounds, state.seq_lens, None, state.status)
 
 
 class Prefill(NamedTuple):
@@ -95,9 +110,12 @@ class Prefill(NamedTuple):
     last_rows: Tensor  # [R] int32: the last row of each chunk, of P * Q
 
     @classmethod
-    def of(cls, packed: Tensor, shape: Shape, state: EngineState) -> Prefill:
-        """Unpack on the device what `pack` packed, without reading it on the host, and allocate the slots' pages."""
-        piece_slots, starts, counts, slots, ends, last_rows, tokens = torch.split(packed, shape.sizes)
+    def of(cls, packed: Tensor, shape: Shape, state: EngineState, *, keeps_states: bool = False) -> Prefill:
+        """Unpack on the device what `pack` packed, without reading it on the host, and allocate the slots' pages.
+
+        `keeps_states`: the target has layers with a recurrent state, which read a chunk as a whole.
+        """
+        piece_slots, starts, counts, slots, ends, first_rows, last_rows, tokens = torch.split(packed, shape.sizes)
         tokens = tokens.view(shape.pieces, shape.length + 1)
         state.make_room_for_chunks(slots, ends)
         pieces, columns = (
@@ -112,6 +130,7 @@ class Prefill(NamedTuple):
             num_valid=counts,
             status=state.status[piece_slots],
             fixed_split=state.fixed_split,
+            sequences=chunk_sequences(slots, first_rows, last_rows, shape.rows, state) if keeps_states else None,
         )
         positions = starts[:, None] + columns
         return cls(tokens[:, :-1], tokens[:, 1:], positions, rows, piece_slots, slots, ends, last_rows)

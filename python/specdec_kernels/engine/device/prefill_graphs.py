@@ -81,7 +81,7 @@ class Passes:
         Returns:
             The scores of the tokens after rows, as of `score_rows`; None: none are wanted.
         """
-        prefill = Prefill.of(packed, shape, self.state)
+        prefill = Prefill.of(packed, shape, self.state, keeps_states=self.target.states is not None)
         last = prefill.last
         states = self.target.prefill(prefill.tokens, prefill.positions, prefill.rows, last, all_rows=scored is not None)
         self.draft.prefill(prefill, states.features)

@@ -65,6 +65,7 @@ class Drafted(NamedTuple):
     hidden: Tensor  # [M, H]
     features: Tensor | None  # [M, F]
     idle: bool  # the draft, after it
+    is_first: bool  # the target has run in prefill
 
 
 def most_nodes(batch: int, num_rows: int, needs: Needs, equal: bool = False) -> int:
@@ -204,12 +205,12 @@ class Round:
         else:
             hidden, features = self.target.forward(nodes.tokens, nodes.positions, rows)
         idle = num_rows == len(slots) and not is_first
-        return Drafted(slots, proposal, tree, scores, shares, nodes, rows, hidden, features, idle)
+        return Drafted(slots, proposal, tree, scores, shares, nodes, rows, hidden, features, idle, is_first)
 
     def commit(self, drafted: Drafted) -> RoundResult:
         """Verify what was drafted, and advance the slots; no device value is read on the host."""
         state, draft = self.state, self.draft
-        slots, proposal, tree, scores, shares, nodes, rows, hidden, features, idle = drafted
+        slots, proposal, tree, scores, shares, nodes, rows, hidden, features, idle, is_first = drafted
         cu_seqlens, most = shares.cu_seqlens, tree.tokens.shape[1]
         allowed = None if self.masks is None else self.masks.allowed[: len(hidden)]
         drawn_from = proposal.drawn_from  # verified as a block, which asks for all logits
@@ -227,15 +228,16 @@ class Round:
             cu_seqlens_q=cu_seqlens,
             num_logprobs=state.num_logprobs,
         )
-        self.target.commit_path(
-            rows.page_table,
-            accepted.path,
-            num_valid,
-            state.prefix_lens,
-            slots=slots,
-            status=state.status,
-            window_tables=rows.window_tables,
-        )
+        if not is_first:  # else prefill has left the root's row in its place, and the root in recurrent states
+            self.target.commit_path(
+                rows.page_table,
+                accepted.path,
+                num_valid,
+                state.prefix_lens,
+                slots=slots,
+                status=state.status,
+                window_tables=rows.window_tables,
+            )
         scored = ScoredTree(tree, scores)
         committed = Committed(accepted, num_valid, most, cu_seqlens, scored, rows.max_kv_len, idle)
         draft.extend(slots, committed, proposal, features)

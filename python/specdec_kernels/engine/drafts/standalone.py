@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models.backends.select import open_language_model
+from ...models.families import family_of, known_families
 from ...models.heads.base import Features
 from ...models.language_model import LanguageModel
 from ...models.layers.paged_batch import PagedBatch
@@ -64,6 +65,11 @@ class Standalone(ModelDraft):
     def needs(self, target: Any) -> Needs:
         expect_folder(self.model, "Standalone: model")
         config = config_of(self.model, "draft model")
+        if config.model_type in known_families() and family_of(config).state_specs(torch.float32):
+            raise ValueError(
+                f"Standalone: model is a {config.model_type}, whose layers keep a recurrent state, "
+                "expected one with KV in every layer"
+            )
         return self.model_needs(config, config.num_hidden_layers, follows_kv_dtype=True)
 
     def open(self, context: DraftContext) -> None:

@@ -1,4 +1,4 @@
-"""KV rows of one request, packed into tensors by one engine and unpacked into the pools of another.
+"""KV rows and states of one request, packed into tensors by one engine and unpacked into the pools of another.
 
 Rows are transferred, not pages: the pages of the two engines may differ in size and place.
 """
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ...models.kv_pools import KvGroup, KvPools
+from ...models.language_model import LanguageModel
 from ...ops import PagePool
 from ..device.state import EngineState
 from ..drafts import Draft
 from ..drafts.composition import catch_up, pools_of, save_slot
 
 SLOT_PREFIX = "slot."  # of the names of tensors that the draft keeps for a slot
+STATE_PREFIX = "state."  # of those that the target's recurrent layers keep
 
 
 class Group(NamedTuple):
@@ -30,7 +32,7 @@ class Group(NamedTuple):
 
 
 class MigratedKv:
-    """KV rows that a request brings to the first slot that it gets in an engine.
+    """KV rows and states that a request brings to the first slot that it gets in an engine.
 
     Args:
         tensors: as `pack_slot` gives them, on the engine's device.
@@ -46,13 +48,13 @@ class MigratedKv:
         self._first_rows = first_rows
 
     def unpack(
-        self, state: EngineState, target: KvPools, draft: Draft, slot: Tensor, chunk: int, num_rows: int
+        self, state: EngineState, target: LanguageModel, draft: Draft, slot: Tensor, chunk: int, num_rows: int
     ) -> dict[str, Tensor] | None:
-        """Write the rows to the slot's pages, once.
+        """Write the rows to the slot's pages, and the recurrent state to the slot's, once.
 
         Args:
             state: the engine's tensors of all slots.
-            target: the target's pools.
+            target: the target.
             draft: whose pools have rows too.
             slot: [1] int32.
             chunk: rows at a time, for pools that give back pages below a sliding window.
@@ -65,7 +67,9 @@ class MigratedKv:
         tensors, self._tensors = self._tensors, None
         if tensors is None:
             return None
-        target_groups, draft_groups = groups_of(target, draft, num_rows)
+        target_groups, draft_groups = groups_of(target.pools, draft, num_rows)
+        if target.states is not None:
+            target.states.restore(slot.long(), named(tensors, STATE_PREFIX))
         for begin in range(0, num_rows, chunk):
             end = min(begin + chunk, num_rows)
             ends = torch.full_like(slot, end)
@@ -76,8 +80,7 @@ class MigratedKv:
             state.free_behind(slot)
         for group in draft_groups:
             self._write(tensors, group, state, slot, 0, group.num_rows)
-        prefix = SLOT_PREFIX
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        return named(tensors, SLOT_PREFIX)
 
     def _write(
         self, tensors: Mapping[str, Tensor], group: Group, state: EngineState, slot: Tensor, begin: int, end: int
@@ -102,11 +105,18 @@ class MigratedKv:
             )
 
 
+def named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix, by the rest of the name."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 @torch.no_grad()
 def pack_slot(
-    state: EngineState, target: KvPools, draft: Draft, slot: int, num_rows: int
+    state: EngineState, target: LanguageModel, draft: Draft, slot: int, num_rows: int
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Copy the KV rows and the draft's state of a slot with `num_rows` target rows. Waits for the device.
+    """Copy what a slot with `num_rows` target rows keeps. Waits for the device.
+
+    These are the KV rows, the recurrent state of the target, and the draft's state.
 
     Returns:
         Tensors by name, rows as [layers, rows, heads, dim] in the pools' dtype; and by name of the group the first row
@@ -117,7 +127,7 @@ def pack_slot(
             catch_up(draft, torch.tensor([slot], dtype=torch.int32, device=state.seq_lens.device))
     tensors: dict[str, Tensor] = {}
     first_rows: dict[str, int] = {}
-    target_groups, draft_groups = groups_of(target, draft, num_rows)
+    target_groups, draft_groups = groups_of(target.pools, draft, num_rows)
     for name, group, count in target_groups + draft_groups:
         pool = pool_of(state, group.window)
         page_size, begin = pool.page_size, int(pool.page_starts[slot])
@@ -125,6 +135,8 @@ def pack_slot(
         first_rows[name] = first = begin * page_size
         for part, kv in group.named_pools.items():
             tensors[f"{name}.{part}"] = kv[:, pages].flatten(1, 2)[:, : count - first].contiguous()
+    if target.states is not None:
+        tensors |= {f"{STATE_PREFIX}{name}": tensor for name, tensor in target.states.save(slot).items()}
     kept = save_slot(draft, slot).items()
     return tensors | {f"{SLOT_PREFIX}{name}": tensor.clone() for name, tensor in kept}, first_rows
 
@@ -144,7 +156,13 @@ def pool_of(state: EngineState, window: int | None) -> PagePool:
     return state.pool if window is None else state.window_pools[window]
 
 
-def layout_of(target: KvPools, draft: Draft) -> dict[str, Any]:
+def state_layout(target: LanguageModel) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Return shape and dtype of each tensor that the target's recurrent layers keep of a request, by name."""
+    kept = {} if target.states is None else target.states.kept
+    return {f"{STATE_PREFIX}{name}": (list(tensor.shape[1:]), tensor.dtype) for name, tensor in kept.items()}
+
+
+def layout_of(target: LanguageModel, draft: Draft) -> dict[str, Any]:
     """Return the layout of a request's tensors in this engine as JSON values."""
 
     def of_pools(pools: KvPools) -> list[Any]:
@@ -154,8 +172,9 @@ def layout_of(target: KvPools, draft: Draft) -> dict[str, Any]:
         ]
 
     kept = save_slot(draft, 0)
-    return {
-        "kv": of_pools(target),
+    states = {name: [str(dtype), *shape] for name, (shape, dtype) in state_layout(target).items()}
+    return ({"recurrent state": states} if states else {}) | {
+        "kv": of_pools(target.pools),
         "kv of the draft": [of_pools(pools) for pools in pools_of(draft)],
         "state of the draft": {name: [str(t.dtype), *t.shape] for name, t in sorted(kept.items())},
     }

@@ -28,7 +28,7 @@ from ..outputs import TokenLogprob
 from ..params import SamplingParams
 from ..request import BaseRequest, ResumedRequest
 from ..text.prompts import check_tokens
-from .kv_transfer import SLOT_PREFIX, MigratedKv, groups_of, layout_of
+from .kv_transfer import SLOT_PREFIX, MigratedKv, groups_of, layout_of, state_layout
 
 VERSION = 1
 # Types of the values, as JSON has them, and the values that hold integers only.
@@ -47,8 +47,8 @@ class ExportedRequest:
     It can be pickled, and saved as a safetensors file.
 
     Attributes:
-        tensors: KV rows of target and draft by group of layers, [layers, rows, heads, dim] in the pools' dtype, and the
-            draft's state of the request; on the engine's device.
+        tensors: KV rows of target and draft by group of layers, [layers, rows, heads, dim] in the pools' dtype, the
+            state of the target's recurrent layers, and the draft's state of the request; on the engine's device.
         values: everything else as JSON values: the text, parameters, log-probabilities, counts, and what both engines
             must have in common.
     """
@@ -96,7 +96,7 @@ class MigrationPeer:
     @property
     def layout(self) -> dict[str, Any]:
         """Return what both engines must have in common, as JSON values."""
-        return {"model": self.target.config.model_type, **layout_of(self.target.pools, self.draft)}
+        return {"model": self.target.config.model_type, **layout_of(self.target, self.draft)}
 
 
 def resumed_from(
@@ -182,6 +182,7 @@ def check_tensors(exported: ExportedRequest, peer: MigrationPeer) -> None:
         rows = count - first
         for part, kv in group.named_pools.items():
             expected[f"{name}.{part}"] = [len(kv), rows, *kv.shape[3:]], kv.dtype
+    expected |= state_layout(peer.target)
     for name, kept in save_slot(peer.draft, 0).items():
         expected[f"{SLOT_PREFIX}{name}"] = list(kept.shape), kept.dtype
     for name, (shape, dtype) in expected.items():

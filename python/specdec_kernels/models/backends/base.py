@@ -39,6 +39,7 @@ class PagedModel:
     is_given: bool
     _config: Any
     _device: torch.device
+    _num_slots: int = 0  # of the states, while it sleeps
     _skeleton: Skeleton | None = None
 
     @property
@@ -81,7 +82,9 @@ class PagedModel:
         return {} if self.is_given else weights_of(self.model)
 
     def sleep(self, level: int) -> None:
-        """Drop the pools, and offload the weights to host memory (1) or drop them (2)."""
+        """Drop pools and states, and offload the weights to host memory (1) or drop them (2)."""
+        if self.states is not None:
+            self._num_slots, self.states = self.states.num_slots, self.states.with_slots(0)
         self.resize_pools(0)
         self._device = self.embedding.weight.device
         if self._offloads(level):
@@ -93,6 +96,8 @@ class PagedModel:
         if self._offloads(level):
             onload(self.weights, self._device, dropped=level == 2)
             self._make_parts()
+        if self.states is not None:
+            self.states = self.states.with_slots(self._num_slots)
         self.resize_pools(num_pages)
 
     def _offloads(self, level: int) -> bool:
@@ -121,7 +126,12 @@ class PagedModel:
             page_table, path, num_valid, prefix_lens, slots=slots, status=status, window_tables=window_tables
         )
         if self.states is not None:
-            self.states.move(path, num_valid, slots)
+            self.states.move(path, num_valid, slots=slots, status=status)
+
+    def begin(self, slot: int) -> None:
+        """Let the next pass of a slot begin a sequence."""
+        if self.states is not None:
+            self.states.begin(slot)
 
     def resize_pools(self, num_pages: int) -> None:
         """Replace the pools by empty ones of another number of pages."""

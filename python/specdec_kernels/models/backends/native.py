@@ -14,16 +14,17 @@ from transformers import PretrainedConfig
 from ..families import Decoder, Family, family_of
 from ..kv_pools import KvLayout, KvPools
 from ..language_model import Prefilled, States
-from ..layers.mixer import Mixer, attach_caches, kv_layouts_of
+from ..layers.mixer import Mixer, attach_caches, kv_layouts_of, mixers_of, state_specs_of
 from ..layers.outputs import LayerOutput, select_rows
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
+from ..state_cache import StateCache, StateSpec
 from ..weights.loading import keep_text_only, load_causal_lm, place
 from ..weights.model_config import config_of
 from ..weights.sharding import divide
 from ..weights.update import write_over
 from .base import PagedModel
-from .self_check import CHECKED_ROWS, ModuleMismatchError, check_against_module
+from .self_check import CHECKED_NODES, CHECKED_ROWS, ModuleMismatchError, check_against_module
 
 
 def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> Family:
@@ -93,14 +94,20 @@ class CausalLM(PagedModel):
         self.decoder = read_decoder(family, self.model, options)
         self.feature_layers = tuple(options.feature_layers)
         self._kept_layers = sorted(set(options.feature_layers))
-        layouts = kv_layouts_of(self._mixers)
+        layouts, states = kv_layouts_of(self._mixers), state_specs_of(self._mixers)
+        assert states == family.state_specs(options.dtype), "the family says of its states what its mixers keep"
         if options.shard.size == 1:  # the module of a shard has no reductions
-            self._check(layouts, options)
+            self._check(layouts, states, options)
+        if states:
+            sizes = options.num_slots, options.max_nodes, options.accept_width
+            self.states = StateCache.allocate(states, *sizes, self.embedding.weight.device)
         self._make_pools(model, layouts, options)
 
-    def _check(self, layouts: Sequence[KvLayout], options: ModelOptions) -> None:
+    def _check(self, layouts: Sequence[KvLayout], states: Sequence[StateSpec], options: ModelOptions) -> None:
         """Compare our layers with the module, with small pools of `dtype`."""
         device = self.embedding.weight.device
+        if states:
+            self.states = StateCache.allocate(states, 1, CHECKED_NODES, 1, device)
         num_pages = -(-CHECKED_ROWS // options.page_size) + 1
         self._hold(KvPools.allocate(layouts, num_pages, options.page_size, options.dtype, device))
         check_against_module(self, options.dtype, options.name)
@@ -111,7 +118,7 @@ class CausalLM(PagedModel):
 
     @property
     def _mixers(self) -> list[Mixer]:
-        return [layer.mixer for layer in self.decoder.layers]
+        return mixers_of(self.decoder.layers)
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -154,7 +161,7 @@ class CausalLM(PagedModel):
         layer, norm, hidden = self.decoder.layers[-1], self.decoder.norm, None
         all_hidden: Tensor | None = None
         # A recurrent mixer counts each row once: it must not run again for the last rows.
-        once = not isinstance(layer.mixer.cache_spec, KvLayout)
+        once = bool(state_specs_of(layer.mixers))
         if once or len(self.decoder.layers) in self.feature_layers:
             x, residual, kept = self._pass(len(self.decoder.layers), tokens, positions, batch)
             states = norm.add_norm(x, residual)[0]
@@ -175,7 +182,8 @@ class CausalLM(PagedModel):
                 out = torch.empty_like(state) if is_kept else None
                 all_hidden = norm.add_norm(*layer(normed, state, positions, batch, residual_out=out))[0]
             else:
-                layer.mixer.write_cache(normed, positions, batch)
+                for mixer in layer.mixers:
+                    mixer.write_cache(normed, positions, batch)
             if last is not None:
                 normed, state = layer.enter(*of_last)
                 hidden = norm.add_norm(*layer(normed, state, last.positions, last.batch))[0]
@@ -191,6 +199,8 @@ class CausalLM(PagedModel):
             [T, len(_kept_layers), H]. If layer `count` is kept, its state is there once that layer is entered.
         """
         layers = self.decoder.layers
+        if self.states is not None:
+            batch = batch._replace(sequences=batch.as_sequences(positions))
         embedded, residual = self.decoder.embedding(tokens, positions).flatten(0, -2), None
         # The residual stream is updated in place. At a kept layer it moves on to another tensor, and the feature stays.
         kept = embedded.new_empty(len(embedded), len(self._kept_layers), embedded.shape[-1])

@@ -9,11 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..families import family_of, largest
 from ..language_model import LanguageModel
 from ..options import ModelOptions
+from ..state_cache import bytes_of
 from ..weights.model_config import config_of, storage_of
 from .native import CausalLM, check_supported
 from .transformers import TransformersLM
@@ -75,6 +77,16 @@ def windows_of(config: Any, implementation: str) -> set[int | None]:
     return {family.window(layer) for layer in range(config.num_hidden_layers)}
 
 
+def states_of(config: Any) -> str | None:
+    """Return the size of the recurrent states of a native model, in words; None: it has none."""
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    specs = family_of(config).state_specs(dtype)
+    if not specs:
+        return None
+    state, with_node = (sum(bytes_of(spec, 1, nodes) for spec in specs) for nodes in (0, 1))
+    return f"{state / 1e6:.1f} MB a request, and {(with_node - state) / 1e6:.2f} MB for each node of its trees"
+
+
 class BackendSummary(NamedTuple):
     """How the layers of a model would run, in words."""
 
@@ -84,6 +96,7 @@ class BackendSummary(NamedTuple):
     experts: str | None
     windows: str
     features: str
+    states: str | None  # None: no layer keeps a recurrent state
     rounds: str
 
 
@@ -100,8 +113,10 @@ def summarize_backend(model: str | Path, name: str = "model") -> BackendSummary:
     windows = ", ".join(f"the last {window} rows" for window in limited)
     count = config.num_hidden_layers
     if implementation == "native":
+        states = states_of(config)
         if None in windows_of(config, implementation):
-            windows = f"{windows} in some layers, all rows in others" if windows else "all rows in every layer"
+            whole = "all rows in every layer" if states is None else "all rows in layers with attention"
+            windows = f"{windows} in some layers, all rows in others" if windows else whole
         return BackendSummary(
             implementation,
             "native",
@@ -109,6 +124,7 @@ def summarize_backend(model: str | Path, name: str = "model") -> BackendSummary:
             storage.experts,
             windows,
             f"states that enter any of {count} layers or leave the last",
+            states,
             "captured as CUDA graphs",
         )
     return BackendSummary(
@@ -119,5 +135,6 @@ def summarize_backend(model: str | Path, name: str = "model") -> BackendSummary:
         storage.experts,
         f"as its modules ask: {windows} or all" if windows else "as its modules ask",
         f"by hooks on its {count} layers",
+        None,
         "captured as CUDA graphs where its code allows (Engine.not_captured says why not)",
     )

@@ -29,7 +29,8 @@ PARENTS = [-1, 0, 0, 1, 1, 2, 5, 3]  # the tree: siblings, and paths of several 
 # Largest difference, relative to the standard deviation of a row's log-probabilities.
 LARGEST = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 LARGEST_WITH_STEPS = 1.0  # in 16 bits, and of quantized models: rounding may send rows to other experts or FP8 values
-CHECKED_ROWS = PREFIX + len(PARENTS)
+CHECKED_NODES = len(PARENTS)
+CHECKED_ROWS = PREFIX + CHECKED_NODES
 
 
 @torch.inference_mode()

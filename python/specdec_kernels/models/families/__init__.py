@@ -3,6 +3,7 @@
 from .afmoe import Afmoe
 from .apertus import Apertus
 from .arcee import Arcee
+from .bamba import Bamba
 from .base import (
     Decoder,
     Family,
@@ -28,6 +29,7 @@ from .ernie4_5_moe import Ernie45Moe
 from .exaone4 import Exaone4
 from .exaone_moe import ExaoneMoe
 from .falcon import Falcon
+from .falcon_h1 import FalconH1
 from .flex_olmo import FlexOlmo
 from .gemma import Gemma
 from .gemma2 import Gemma2
@@ -41,6 +43,7 @@ from .gpt_oss import GptOss
 from .gptj import GptJ
 from .granite import Granite
 from .granitemoe import GraniteMoe
+from .granitemoehybrid import GraniteMoeHybrid
 from .granitemoeshared import GraniteMoeShared
 from .helium import Helium
 from .hunyuan_v1_dense import HunYuanDense
@@ -50,6 +53,8 @@ from .hyperclovax import HyperClovaX
 from .internlm3 import InternLM3
 from .iquestcoder import IQuestCoder
 from .jais2 import Jais2
+from .lfm2 import Lfm2
+from .lfm2_moe import Lfm2Moe
 from .llama import Llama
 from .mellum import Mellum
 from .mimo import MiMo
@@ -59,6 +64,7 @@ from .ministral3 import Ministral3
 from .mistral import Mistral
 from .mixtral import Mixtral
 from .nemotron import Nemotron
+from .nemotron_h import NemotronH
 from .olmo import Olmo
 from .olmo2 import Olmo2
 from .olmo3 import Olmo3
@@ -70,7 +76,10 @@ from .qwen2_5_vl import Qwen25Vl
 from .qwen2_moe import Qwen2Moe
 from .qwen2_vl import Qwen2Vl
 from .qwen3 import Qwen3
+from .qwen3_5 import Qwen35
+from .qwen3_5_moe import Qwen35Moe
 from .qwen3_moe import Qwen3Moe
+from .qwen3_next import Qwen3Next
 from .qwen3_vl import Qwen3Vl
 from .qwen3_vl_moe import Qwen3VlMoe
 from .seed_oss import SeedOss
@@ -84,6 +93,7 @@ __all__ = [
     "Afmoe",
     "Apertus",
     "Arcee",
+    "Bamba",
     "CodeGen",
     "Cohere",
     "Cohere2",
@@ -95,6 +105,7 @@ __all__ = [
     "Exaone4",
     "ExaoneMoe",
     "Falcon",
+    "FalconH1",
     "Family",
     "FlexOlmo",
     "Gemma",
@@ -109,6 +120,7 @@ __all__ = [
     "GptOss",
     "Granite",
     "GraniteMoe",
+    "GraniteMoeHybrid",
     "GraniteMoeShared",
     "Helium",
     "HunYuanDense",
@@ -118,6 +130,8 @@ __all__ = [
     "IQuestCoder",
     "InternLM3",
     "Jais2",
+    "Lfm2",
+    "Lfm2Moe",
     "Llama",
     "Mellum",
     "MiMo",
@@ -127,6 +141,7 @@ __all__ = [
     "Mistral",
     "Mixtral",
     "Nemotron",
+    "NemotronH",
     "Olmo",
     "Olmo2",
     "Olmo3",
@@ -138,9 +153,12 @@ __all__ = [
     "Qwen2Vl",
     "Qwen3",
     "Qwen3Moe",
+    "Qwen3Next",
     "Qwen3Vl",
     "Qwen3VlMoe",
     "Qwen25Vl",
+    "Qwen35",
+    "Qwen35Moe",
     "SeedOss",
     "SmolLM3",
     "SolarOpen",

@@ -12,6 +12,7 @@ from ..layers.embedding import Embedding, LMHead
 from ..layers.head_layout import pool_dim
 from ..layers.norm import Norm
 from ..layers.rope import constant_len
+from ..state_cache import StateSpec
 
 
 def largest(config: Any, name: str) -> int | None:
@@ -115,6 +116,16 @@ class Family:
     def window(self, index: int) -> int | None:
         """Return the sliding window of layer `index`, in rows including the row itself; None: all rows."""
         return None
+
+    def state_specs(self, dtype: torch.dtype) -> list[StateSpec]:
+        """Return what each layer with a recurrent state keeps, for weights of this dtype."""
+        return []
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Return the number of layers that keep KV rows."""
+        count: int = self.config.num_hidden_layers
+        return count
 
     def decoder(self, model: Any, max_len: int, device: torch.device) -> Decoder:
         """Return the parts of a module whose weights are on the device, for sequences of up to `max_len` tokens."""

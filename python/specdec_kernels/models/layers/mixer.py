@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -32,6 +32,11 @@ class Mixer(Protocol):
         """Update the cache and return the rows' outputs before the projection `out`."""
 
 
+def mixers_of(layers: Iterable[Any]) -> list[Mixer]:
+    """Return the mixers of layers in order: one each, mostly; all of a layer that says so; none."""
+    return [mixer for layer in layers for mixer in layer.mixers]
+
+
 def kv_layouts_of(mixers: Sequence[Mixer]) -> list[KvLayout]:
     """Return the layouts of those mixers that keep KV rows, in order."""
     return [spec for mixer in mixers if isinstance(spec := mixer.cache_spec, KvLayout)]
@@ -53,6 +58,6 @@ def attach_caches(mixers: Sequence[Mixer], pools: KvPools, states: StateCache | 
         if isinstance(mixer.cache_spec, KvLayout):
             mixer.cache = next(kv)
         elif states is None:
-            raise ValueError(f"model: layer {index} keeps a recurrent state, expected KV in every layer")
+            raise ValueError(f"model: mixer {index} keeps a recurrent state, expected KV in every layer")
         else:
             mixer.cache = next(recurrent)

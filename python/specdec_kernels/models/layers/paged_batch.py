@@ -13,6 +13,16 @@ from ..kv_pools import KeyValueLayout, LayerKv
 from .norm import RMSNorm
 
 
+class Sequences(NamedTuple):
+    """The rows of a pass as recurrent layers read them: each request's are in order, after what its slot keeps."""
+
+    slots: Tensor  # [B] int32; -1: rows of no request
+    cu_seqlens: Tensor  # [B + 1] int32, offsets of the requests' rows
+    prefix_lens: Tensor  # [num_slots] int32; 0: the request begins here, from zeros
+    mask: Tensor | None  # [M, W] int64, of trees; None: chains, which are committed at once
+    status: Tensor | None  # [num_slots] int32
+
+
 class PagedBatch(NamedTuple):
     """Which KV rows a forward pass writes and sees; letters are those of `tree_attention`.
 
@@ -35,6 +45,23 @@ class PagedBatch(NamedTuple):
     fixed_split: int | None = None
     max_kv_len: int | None = None  # bounds prefix + tail of every request; None: the page table's capacity
     window_tables: Mapping[int, Tensor] = MappingProxyType({})  # [num_slots, max_pages] by the layers' window
+    # Of recurrent layers, where requests are cut into pieces with prefixes of their own; None: as `as_sequences` says.
+    sequences: Sequences | None = None
+
+    def as_sequences(self, positions: Tensor) -> Sequences:
+        """Return the rows, at positions [B, Q] or [M], as recurrent layers read them."""
+        if self.sequences is not None:
+            return self.sequences
+        assert self.row_offset == 0  # a slot keeps the state before its tail alone
+        if self.cu_seqlens_q is not None:
+            return Sequences(self.slots, self.cu_seqlens_q, self.prefix_lens, self.mask, self.status)
+        batch, count = positions.shape
+        starts = torch.arange(0, (batch + 1) * count, count, dtype=torch.int32, device=positions.device)
+        mask = None if self.mask is None else self.mask.flatten(0, 1)
+        if self.num_valid is None:
+            return Sequences(self.slots, starts, self.prefix_lens, mask, self.status)
+        slots, bounds = with_gaps(self.slots, starts[:-1], starts[:-1] + self.num_valid, batch * count)
+        return Sequences(slots, bounds, self.prefix_lens, mask, self.status)
 
     def table_of(self, kv: LayerKv) -> Tensor:
         """Return the page table of a layer."""
@@ -134,6 +161,16 @@ class PagedBatch(NamedTuple):
             # exp(lse) becomes exp(lse) + exp(sink).
             out = (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
         return out
+
+
+def with_gaps(slots: Tensor, begins: Tensor, ends: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return slots [2 * B] and offsets [2 * B + 1] of requests with rows [begin, end) and of the rows between them.
+
+    The first request begins at row 0. Rows after a request up to the next are a request of slot -1.
+    """
+    bounds = torch.stack([begins, ends], 1).flatten()
+    last = torch.full_like(bounds[:1], num_rows)
+    return torch.stack([slots, torch.full_like(slots, -1)], 1).flatten(), torch.cat([bounds, last])
 
 
 class LastRows(NamedTuple):

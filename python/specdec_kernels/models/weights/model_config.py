@@ -29,7 +29,8 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_
 PLAIN_TEXT_DECODERS = (
     "aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "got_ocr2", "idefics2", "idefics3", "internvl",
     "lighton_ocr", "llava", "llava_next", "llava_next_video", "llava_onevision", "mistral3", "ovis2", "qianfan_ocr",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3",
+    "video_llava", "vipllava",
 )  # fmt: skip
 
 # Names in configs of the tokens that images, audio and video replace.

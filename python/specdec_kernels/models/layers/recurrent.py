@@ -1,0 +1,232 @@
+"""Mixers that keep a recurrent state: gated delta nets, Mamba 2 and short convolutions.
+
+Each is a projection, a causal convolution over a few tokens, a linear recurrence in float32 (`tree_recurrence`) and a
+gate. The ops work on chains and trees alike, from the state of a slot and what it recorded of its last tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...ops import tree_conv1d, tree_recurrence
+from ..state_cache import ConvSpec, LayerState, RecurrenceSpec, StateSpec
+from .linear import Linear, Projection
+from .paged_batch import PagedBatch, Sequences
+
+
+class GatedRMSNorm(NamedTuple):
+    """RMSNorm of each group of a row's elements and a gate, in float32."""
+
+    weight: Tensor | None  # [D]; None: the gate alone
+    eps: float = 0.0
+    groups: int = 1
+    gates_first: bool = False  # the gate multiplies what is normalized, not the result
+    activation: Callable[[Tensor], Tensor] = functional.silu  # of the gate
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return [..., D] in the gate's dtype from x and gate [..., D]."""
+        rows, factors = x.float(), self.activation(gate.float())
+        if self.weight is None:
+            return (rows * factors).to(gate.dtype)
+        if self.gates_first:
+            rows = rows * factors
+        grouped = rows.view(*rows.shape[:-1], self.groups, -1)
+        rows = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).flatten(-2) * self.weight
+        return (rows if self.gates_first else rows * factors).to(gate.dtype)
+
+
+class Conv(NamedTuple):
+    """A causal convolution of each channel over the tokens."""
+
+    weight: Tensor  # [C, K], of the row itself last
+    bias: Tensor | None = None  # [C]
+    activation: str | None = None  # None or "silu"
+
+    @classmethod
+    def of(cls, module: Any, activation: str | None = None) -> Conv:
+        """Return the convolution of an `nn.Conv1d`, whose tensors it shares."""
+        return cls(module.weight.detach().squeeze(1), None if module.bias is None else module.bias.detach(), activation)
+
+    @property
+    def spec(self) -> ConvSpec:
+        channels, width = self.weight.shape
+        return ConvSpec(channels, width, self.weight.dtype)
+
+    def __call__(self, x: Tensor, cache: LayerState, rows: Sequences) -> Tensor:
+        """Return [M, C] from the inputs x [M, C], which the layer keeps."""
+        out: Tensor = tree_conv1d(
+            x,
+            self.weight,
+            self.bias,
+            cache.window,
+            cache.inputs,
+            cache.paths,
+            rows.prefix_lens,
+            rows.cu_seqlens,
+            mask=rows.mask,
+            slots=rows.slots,
+            activation=self.activation,
+            status=rows.status,
+        )
+        return out
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    cache: LayerState,
+    rows: Sequences,
+    **options: Any,
+) -> Tensor:
+    """Run `tree_recurrence` on a layer's state."""
+    assert cache.records is not None
+    out: Tensor = tree_recurrence(
+        q,
+        k,
+        v,
+        decay,
+        beta,
+        cache.state,
+        cache.records,
+        cache.paths,
+        rows.prefix_lens,
+        rows.cu_seqlens,
+        mask=rows.mask,
+        slots=rows.slots,
+        status=rows.status,
+        **options,
+    )
+    return out
+
+
+def heads_of(rows: Tensor, count: int) -> Tensor:
+    """Return rows [T, D] as [T, count, D / count]."""
+    return rows.view(len(rows), count, -1)
+
+
+@dataclass
+class RecurrentMixer:
+    """What recurrent mixers share: `attach_caches` sets `cache` once the model has its states."""
+
+    conv: Conv
+    out: Linear
+    cache: LayerState = field(init=False)
+
+    @property
+    def recurrence_spec(self) -> RecurrenceSpec | None:
+        """The matrices that the mixer keeps."""
+        return None
+
+    @property
+    def cache_spec(self) -> StateSpec:
+        return StateSpec(self.conv.spec, self.recurrence_spec)
+
+    def write_cache(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
+        """Update the state; nothing is saved without the outputs."""
+        return self(x, positions, batch)
+
+    def __call__(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
+        """Return the outputs [T, in of `out`] of normalized rows x [T, H], before the projection `out`."""
+        return self.mix(x, batch.as_sequences(positions))
+
+    def mix(self, x: Tensor, rows: Sequences) -> Tensor:
+        """Return the outputs, and update the state."""
+        raise NotImplementedError
+
+
+@dataclass
+class ShortConv(RecurrentMixer):
+    """c * conv(b * x) of three projections b, c and x, as in LFM2."""
+
+    in_proj: Linear  # [3 * H, H]
+
+    def mix(self, x: Tensor, rows: Sequences) -> Tensor:
+        before, after, x = self.in_proj(x).chunk(3, dim=-1)
+        return after * self.conv(before * x, self.cache, rows)
+
+
+@dataclass
+class GatedDeltaNet(RecurrentMixer):
+    """Gated delta rule (Yang et al. 2024, arXiv 2412.06464), as in Qwen3-Next.
+
+    Queries, keys and values pass one convolution; queries and keys are L2-normalized. Value heads share key heads.
+    """
+
+    in_proj: Projection  # [2 * keys + 2 * values, H]: queries, keys, values, gates
+    gates_proj: Projection  # [2 * value_heads, H]: logits of beta, then what the decay depends on
+    decay: Tensor  # [value_heads] float32, -exp(A_log)
+    dt_bias: Tensor  # [value_heads]
+    norm: GatedRMSNorm  # of each head
+    sizes: RecurrenceSpec
+
+    EPS = 1e-6  # of the L2 norms
+
+    @property
+    def recurrence_spec(self) -> RecurrenceSpec:
+        return self.sizes
+
+    def mix(self, x: Tensor, rows: Sequences) -> Tensor:
+        sizes = self.sizes
+        keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+        mixed, gate = torch.split(self.in_proj(x), [2 * keys + values, values], dim=-1)
+        q, k, v = torch.split(self.conv(mixed, self.cache, rows), [keys, keys, values], dim=-1)
+        beta, decay = self.gates_proj(x).float().chunk(2, dim=-1)
+        out = recurrence(
+            heads_of(q, sizes.key_heads),
+            heads_of(k, sizes.key_heads),
+            heads_of(v, sizes.value_heads),
+            self.decay * functional.softplus(decay + self.dt_bias),
+            beta.sigmoid(),
+            self.cache,
+            rows,
+            scale=sizes.key_dim**-0.5,
+            l2norm_eps=self.EPS,
+        )
+        return self.norm(out, gate.view(out.shape)).flatten(-2)
+
+
+@dataclass
+class Mamba2(RecurrentMixer):
+    """Mamba 2 (Dao and Gu 2024, arXiv 2405.21060): a recurrence without correction; groups of heads share keys."""
+
+    in_proj: Linear  # [2 * values + 2 * keys + heads, H]: gates, values, keys, queries, time steps
+    decay: Tensor  # [heads] float32, -exp(A_log)
+    dt_bias: Tensor  # [heads]
+    skip: Tensor  # [heads], D: what of the values is added to the outputs
+    norm: GatedRMSNorm
+    sizes: RecurrenceSpec
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    factors: Tensor | None = None  # of the projection's outputs
+
+    @property
+    def recurrence_spec(self) -> RecurrenceSpec:
+        return self.sizes
+
+    def mix(self, x: Tensor, rows: Sequences) -> Tensor:
+        sizes = self.sizes
+        keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+        projected = self.in_proj(x)
+        projected = projected if self.factors is None else projected * self.factors
+        gate, mixed, steps = torch.split(projected, [values, values + 2 * keys, sizes.value_heads], dim=-1)
+        v, k, q = torch.split(self.conv(mixed, self.cache, rows).float(), [values, keys, keys], dim=-1)
+        steps = functional.softplus(steps.float() + self.dt_bias).clamp(*self.dt_limit)
+        v = heads_of(v, sizes.value_heads)
+        out = recurrence(
+            heads_of(q, sizes.key_heads),
+            heads_of(k, sizes.key_heads),
+            v * steps[..., None],
+            self.decay * steps,
+            None,
+            self.cache,
+            rows,
+        )
+        return self.norm((out + v * self.skip[:, None]).flatten(-2), gate)
