@@ -252,7 +252,7 @@ def measured(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
 
 def test_rounds_of_a_draft_of_ones_own(own_drafts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It drafts one token, which is always right, and is measured once for several acceptances of synthetic drafts."""
-    algorithms = f"none,chain,{own_drafts}:Guess"
+    algorithms = f"none,{own_drafts}:Guess"
     results = measured(
         tmp_path,
         "--algorithm",
@@ -262,8 +262,8 @@ def test_rounds_of_a_draft_of_ones_own(own_drafts: str, tmp_path: Path, capsys: 
         "--speculative-draft-model-path",
         "following.pt",
     )
-    assert [r["params"]["algorithm"] for r in results] == ["none", "chain", f"{own_drafts}:Guess", "chain"]
-    own = results[2]
+    assert [r["params"]["algorithm"] for r in results] == ["none", f"{own_drafts}:Guess"]
+    own = results[1]
     assert (own["params"]["num_steps"], own["params"]["topk"], own["params"]["nodes"]) == (1, 1, 2)
     assert own["params"]["accept"] == "its own" and own["facts"]["accept_length"] == 2.0
     assert own["floor_us"] > 0 and own["facts"]["nodes"] == "2: 100%"
