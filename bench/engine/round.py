@@ -30,17 +30,21 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from specdec_kernels.engine import Draft, Eagle3, Engine, NewTokens, SamplingParams, Standalone
+from specdec_kernels.engine import MTP, Draft, Eagle3, Engine, NewTokens, SamplingParams, Standalone
 from specdec_kernels.engine.device.round import most_nodes
 from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.engine.drafts.model import DEFAULT_NUM_NODES
 from specdec_kernels.models.families import kv_numbers
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
+from specdec_kernels.models.heads.mtp import MtpHead, config_of_one_layer
 from specdec_kernels.models.layers.moe import QuantizedExperts
 from specdec_kernels.models.layers.quantized import QuantizedLinear
+from specdec_kernels.models.weights.model_config import NUM_EXPERTS
+from specdec_kernels.models.weights.mtp_layouts import NEXTN
 from specdec_kernels.status import FinishReason
 from specdec_kernels.synthetic.acceptance import Acceptance, PublishedAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, eagle3_config, synthetic_causal_lm, synthetic_eagle3
+from specdec_kernels.synthetic.mtp import synthetic_mtp_head
 from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
 from ..ops.ceilings import Ceilings
@@ -52,6 +56,7 @@ NAME = "round"
 WARM_UP_TOKENS = 12
 REQUESTS = 8  # requests of a measurement at least, if their accept lengths differ
 PAGE_SIZE = 16
+HEADS: dict[Any, Callable[..., nn.Module]] = {Eagle3: synthetic_eagle3, MTP: synthetic_mtp_head}
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -60,7 +65,7 @@ class Drafting:
     """A draft: one of the package's with a synthetic model, one of another class, or none."""
 
     name: str
-    kind: type[Eagle3 | Standalone] | None  # whose synthetic model drafts
+    kind: type[Eagle3 | MTP | Standalone] | None  # whose synthetic model drafts
     num_steps: int = 0
     topk: int = 1
     num_nodes: int = 1
@@ -78,6 +83,7 @@ ALGORITHMS = {
     "none": Drafting("none", None),
     "chain": Drafting("chain", Eagle3, 5, 1, 6),
     "tree": Drafting("tree", Eagle3, 5, 10, 32),
+    "mtp": Drafting("mtp", MTP, 3, 1, 4),
     "standalone": Drafting("standalone", Standalone, 5, 1, 6),
     # The engine's defaults.
     "adaptive": Drafting("adaptive", Eagle3, Eagle3.num_steps, Eagle3.topk, DEFAULT_NUM_NODES, adaptive=True),
@@ -101,7 +107,7 @@ def own_drafting(name: str, shape: str, own_class: Any, make: Callable[[Any], Dr
     Raises:
         ValueError: no draft; what `make` and `needs` refuse.
     """
-    kinds = [k for k in (Eagle3, Standalone) if isinstance(own_class, type) and issubclass(own_class, k)]
+    kinds = [k for k in (Eagle3, MTP, Standalone) if isinstance(own_class, type) and issubclass(own_class, k)]
     kind = kinds[0] if kinds and checkpoint is None else None
     draft = make(checkpoint if kind is None else meta_draft(kind, shape))
     if not isinstance(draft, Draft):
@@ -261,8 +267,9 @@ class SyntheticModels:
             return None
         if self._draft[0] != (kind, setup.acceptance):
             self._draft = None, None
-            if kind is Eagle3:
-                model: Any = synthetic_eagle3(self.target, self.text, setup.acceptance)
+            model: Any
+            if kind in HEADS:
+                model = HEADS[kind](self.target, self.text, setup.acceptance)
             else:
                 small = standalone_config(setup.shape)
                 model = synthetic_causal_lm(small, self.text, acceptance=setup.acceptance, **self._place)
@@ -399,9 +406,10 @@ class Bench:
         if self.draft is not None and num_nodes > 1:
             needs = Needs(num_nodes=d.num_nodes, accept_width=d.num_steps + 1, num_steps=d.num_steps)
             num_steps = min(d.num_steps, most_nodes(batch, num_rows, needs) - 1)
-            head = weights(self.draft.lm_head)
-            body = weights(self.draft) - head
-            fc = weights(self.draft.fc) if hasattr(self.draft, "fc") else Weights()
+            own = self.draft.lm if isinstance(self.draft, MtpHead) else self.draft
+            head = weights(own.lm_head)
+            body = weights(self.draft, batch * d.topk) - head
+            fc = weights(self.draft.fc) if isinstance(self.draft, Eagle3Head) else Weights()  # of committed rows alone
             steps = [(body - fc, batch * d.topk, 0), (head, batch * d.topk, 0)] * max(num_steps - 1, 0)
             passes += [*steps, (body, batch * (num_steps + 1), 0), (head, batch, 0)]
         bytes_moved = [read.nbytes + extra for read, _, extra in passes]
@@ -504,12 +512,17 @@ def memory_needed(setup: Setup, max_batch: int) -> int:
     return int(1.1 * item * elements)
 
 
-def meta_draft(kind: type[Eagle3 | Standalone], shape: str) -> nn.Module:
+def meta_draft(kind: type[Eagle3 | MTP | Standalone], shape: str) -> nn.Module:
     """Return the draft model of a shape without memory for its weights."""
     config = shape_config(shape)
     with torch.device("meta"):
         if kind is Eagle3:
             return Eagle3Head(eagle3_config(config), 3, draft_vocab_of(config))
+        if kind is MTP:
+            has_experts = any(hasattr(config, name) for name in NUM_EXPERTS)
+            lm: Any = AutoModelForCausalLM.from_config(config_of_one_layer(config, has_experts))
+            lm.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            return MtpHead(lm, NEXTN, "")
         model: nn.Module = AutoModelForCausalLM.from_config(standalone_config(shape))
         return model
 

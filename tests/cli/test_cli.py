@@ -471,7 +471,7 @@ def test_bench_names_a_size_that_cannot_run(capsys: Capture, arguments: list[str
         (["--acceptance", "poetry"], "argument --acceptance: 'poetry' is not one of chat, code, math, wrong"),
         (
             ["--algorithm", "tree0"],
-            "argument --algorithm: 'tree0' is not one of none, chain, tree, standalone, adaptive, nor chain or tree with "
+            "argument --algorithm: 'tree0' is not one of none, chain, tree, mtp, standalone, adaptive, nor chain or tree with "
             "a number",
         ),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
 from specdec_kernels.models.weights.mtp_layouts import ERNIE, NEXTN, MtpLayout
@@ -16,7 +17,7 @@ from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
 from specdec_kernels.synthetic.shapes import shape_config
 from support.mtp_checkpoints import CASES, Reference, write_target_with_mtp
-from support.random_checkpoints import random_prompts
+from support.random_checkpoints import EXPERTS, random_prompts
 from support.recorded_chains import record_chains
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 
@@ -148,7 +149,7 @@ def test_drafts_without_an_mtp_layer_leave_its_tensors_out(tmp_path: Path) -> No
 def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         MTP(3)  # type: ignore[arg-type]
-    assert str(error.value) == "MTP: head is a int, expected a folder, a hub id or None"
+    assert str(error.value) == "MTP: head is a int, expected a folder, a hub id, an MtpHead or None"
     folder = write_target_with_mtp(tmp_path / "target", "mimo")
     module = Reference(folder, "mimo").target
     module.config.name_or_path = ""
@@ -168,3 +169,18 @@ def test_synthetic_layer_is_accepted_at_the_chosen_rate(layout: MtpLayout, rate:
     assert output.tokens == text.tokens(13, 512)
     expected = sum(rate**depth for depth in range(5))
     assert output.stats.accept_length == pytest.approx(expected, rel=0.05)
+
+
+def test_synthetic_layer_of_experts_has_the_target_s_kind(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "glm4_moe", vocab_size=256, num_hidden_layers=2, hidden_size=128, intermediate_size=64, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, num_nextn_predict_layers=1, pad_token_id=None, max_position_embeddings=512,
+        **EXPERTS["glm4_moe"],
+    )  # fmt: skip
+    text = SyntheticText.of(256, 256)
+    target = synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
+    save_with_mtp(target, synthetic_mtp(target, text, 0.8, NEXTN), tmp_path / "target")
+    with make_engine(tmp_path / "target", MTP(num_steps=3, topk=1), max_len=300) as engine:
+        [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=256, ignore_eos=True))
+    assert output.tokens == text.tokens(13, 256)
+    assert output.stats.accept_length == pytest.approx(1 + 0.8 + 0.64 + 0.512, rel=0.1)

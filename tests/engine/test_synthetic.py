@@ -13,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from specdec_kernels.cli import main
-from specdec_kernels.engine import Eagle3, Engine, NewTokens, SamplingParams, Standalone
+from specdec_kernels.engine import MTP, Eagle3, Engine, NewTokens, SamplingParams, Standalone
 from specdec_kernels.status import FinishReason
 from specdec_kernels.synthetic.acceptance import EvenAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
+from specdec_kernels.synthetic.mtp import synthetic_mtp_head
 from specdec_kernels.synthetic.shapes import SHAPES, draft_vocab_of, shape_config
 
 rounds = pytest.importorskip("specdec_kernels.bench.engine.round", reason="bench/ is not beside the package here")
@@ -37,10 +38,12 @@ def run(draft: str, accept: float, topk: int, nodes: int, device: torch.device, 
     acceptance = EvenAcceptance(accept, rank)
     if draft == "EAGLE3":
         model = synthetic_eagle3(target, text, acceptance)
+    elif draft == "MTP":
+        model = synthetic_mtp_head(target, text, acceptance)
     else:
         model = synthetic_causal_lm(config, text, device=device, dtype=dtype, acceptance=acceptance)
     options = {"num_steps": 4, "topk": topk, "num_nodes": nodes}
-    proposer = Eagle3(model, **options) if draft == "EAGLE3" else Standalone(model, **options)
+    proposer = {"EAGLE3": Eagle3, "MTP": MTP, "STANDALONE": Standalone}[draft](model, **options)
     engine = Engine(target, draft=proposer, adaptive=False, max_len=256, num_slots=2, device=device, dtype=dtype)
     prompts = [text.tokens(3, 10), text.tokens(600, 21)]
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=140))
@@ -49,7 +52,7 @@ def run(draft: str, accept: float, topk: int, nodes: int, device: torch.device, 
     return sum(len(o.tokens) - 1 for o in outputs) / sum(o.stats.rounds for o in outputs)
 
 
-@pytest.mark.parametrize("draft", ["EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("draft", ["EAGLE3", "MTP", "STANDALONE"])
 @pytest.mark.parametrize(("topk", "nodes"), [(1, 5), (4, 12)])
 def test_synthetic_accept_length_equals_requested(draft: str, topk: int, nodes: int, device: torch.device) -> None:
     assert run(draft, 2.5, topk, nodes, device) == pytest.approx(2.5, abs=0.06)

@@ -18,7 +18,7 @@ from .ops import WORDS
 from .output import NO_CUDA, add_run_flags, find_device, finish, load, refuse, refuse_files
 
 COMMAND = "bench round"
-SETTINGS = ("none", "chain", "tree", "standalone", "adaptive")
+SETTINGS = ("none", "chain", "tree", "mtp", "standalone", "adaptive")
 WRONG = "wrong"
 
 EPILOG = """\
@@ -32,6 +32,7 @@ them take part are timed, and so is the run, from arrival to the end of the last
 algorithms:
   none         plain decoding
   chain, tree  an EAGLE-3 head, 5 steps; topk 1 and 6 tokens, or topk 10 and 32 tokens; chain4, tree8: 4 and 8 tokens
+  mtp          an MTP layer with an LM head of its own, 3 steps and 4 tokens
   standalone   a chain of a small model
   adaptive     the engine's default: the number of tokens is chosen in each round
   module:Class a draft of your own, with the options that the flags give: made from --speculative-draft-model-path if
@@ -63,7 +64,7 @@ def add_command(bench: CommandParser) -> None:
         "--algorithm",
         type=settings_or_classes,
         metavar="NAME",
-        help="how to draft, comma-separated: none, chain, tree, standalone, adaptive, or a class of your own as "
+        help="how to draft, comma-separated: none, chain, tree, mtp, standalone, adaptive, or a class of your own as "
         "module:Class (none,chain,tree)",
     )
     parser.add_argument(

@@ -24,21 +24,22 @@ class MTP(HeadDraft):
     The layer is applied once for each step.
 
     Args:
-        head: folder or hub id of a language model with the layer; None: the target's own checkpoint.
+        head: folder or hub id of a language model with the layer, or an `MtpHead`; None: the target's own checkpoint.
         num_steps, topk, num_nodes, sampled: as for `Eagle3`.
 
     Raises:
         ValueError: as for `Eagle3`; a checkpoint without an MTP layer, or with several.
     """
 
-    head: str | Path | None = None
+    head: str | Path | MtpHead | None = None
 
     kind = MtpHead
 
     def __post_init__(self) -> None:
         ModelDraft.__post_init__(self)
-        if self.head is not None and not isinstance(self.head, str | Path):
-            raise ValueError(f"MTP: head is a {type(self.head).__name__}, expected a folder, a hub id or None")
+        if self.head is not None and not isinstance(self.head, str | Path | MtpHead):
+            given = f"a {type(self.head).__name__}"
+            raise ValueError(f"MTP: head is {given}, expected a folder, a hub id, an MtpHead or None")
 
     @property
     def model_name(self) -> str:
@@ -49,17 +50,21 @@ class MTP(HeadDraft):
         return self.module.prefix if self.head is None and self.is_open else ""
 
     def needs(self, target: Any) -> Needs:
-        checkpoint = self.checkpoint(target)
-        needs = self.model_needs(checkpoint.config, 1, feature_layers=(target.num_hidden_layers,))
-        return replace(needs, tensor_prefixes=(checkpoint.prefix,) if self.head is None else ())
+        source = self.source(target)
+        needs = self.model_needs(source.config, 1, feature_layers=(target.num_hidden_layers,))
+        return replace(needs, tensor_prefixes=(source.prefix,) if self.head is None else ())
 
     def load(self, context: DraftContext) -> MtpHead:
-        checkpoint = self.checkpoint(context.target.config)
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
-        return load_mtp_head(checkpoint, context.target, **sizes)
+        return load_mtp_head(self.source(context.target.config), context.target, **sizes)
+
+    def source(self, target: Any) -> MtpCheckpoint | MtpHead:
+        """Return where the layer is, given the target's config."""
+        return self.head if isinstance(self.head, MtpHead) else self.checkpoint(target)
 
     def checkpoint(self, target: Any) -> MtpCheckpoint:
-        """Return where the layer is, given the target's config."""
+        """Return the checkpoint of the layer, given the target's config."""
+        assert not isinstance(self.head, MtpHead)
         source = self.head or target.name_or_path
         if not source:
             raise ValueError("MTP: head is None, expected a folder or hub id for a target that has none")

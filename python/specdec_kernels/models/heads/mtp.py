@@ -7,7 +7,7 @@ position i: for a committed row the target's, after its final norm; for a row th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,8 +218,8 @@ class MtpHead(DraftHead):
         return self._parts.head(normed)
 
 
-def load_mtp_head(checkpoint: MtpCheckpoint, target: LanguageModel, *, num_pages: int, page_size: int) -> MtpHead:
-    """Return a checkpoint's MTP layer with KV pools of the target's page geometry.
+def load_mtp_head(source: MtpCheckpoint | MtpHead, target: LanguageModel, *, num_pages: int, page_size: int) -> MtpHead:
+    """Return a checkpoint's MTP layer, or a copy of a loaded one, with KV pools of the target's page geometry.
 
     Embedding and LM head are the target's where the checkpoint has none for the layer, or copies of the target's.
 
@@ -229,6 +229,14 @@ def load_mtp_head(checkpoint: MtpCheckpoint, target: LanguageModel, *, num_pages
     """
     if not isinstance(target, CausalLM):
         raise ValueError(f"{NAME}: the target runs by transformers' modules, expected a native one")
+    head = copy(source) if isinstance(source, MtpHead) else load_checkpoint(source, target)
+    head.is_given = isinstance(source, MtpHead)
+    head.prepare(target, num_pages, page_size)
+    return head
+
+
+def load_checkpoint(checkpoint: MtpCheckpoint, target: CausalLM) -> MtpHead:
+    """Return a head with the tensors of a checkpoint; see `load_mtp_head`."""
     config, what = checkpoint.config, f"{NAME}: {checkpoint.folder}"
     for size in ("hidden_size", "vocab_size"):
         if getattr(config, size) != (wanted := getattr(target.config, size)):
@@ -256,7 +264,6 @@ def load_mtp_head(checkpoint: MtpCheckpoint, target: LanguageModel, *, num_pages
     faults.unknown.extend(tensors)
     faults.check(what, lambda own: checkpoint.prefix + checkpoint.layout.stored_name(own))
     check_modules(lm, NAME)
-    head.prepare(target, num_pages, page_size)
     return head
 
 
