@@ -36,6 +36,8 @@ from specdec_kernels.models.layers.quantized import (
 from specdec_kernels.models.layers.rope import Rope
 from specdec_kernels.models.weights.model_config import FP8_EXPERTS
 from specdec_kernels.models.weights.quantized_loading import of_any_expert
+from support.hybrid_cases import DELTA, MAMBA
+from support.hybrid_cases import EXPERTS as HYBRID_EXPERTS
 from support.quantized_checkpoints import (
     BLOCKS,
     EXPERTS,
@@ -61,6 +63,9 @@ def engine_of(model: Any, draft: Any = None, **options: Any) -> Engine:
 # --- models
 
 
+HYBRID: dict[str, Any] = DELTA | HYBRID_EXPERTS | {
+    "head_dim": 64, "layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0,
+}  # fmt: skip
 MOVED = {
     "pad_token_id": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -72,14 +77,19 @@ MOVED = {
     [
         *((name, "llama") for name in WEIGHTS_ALONE),
         *(("awq", "qwen3_moe"), ("gptq", "mixtral"), ("packed", "glm4_moe")),
+        *(("awq", "qwen3_next"), ("gptq", "bamba"), ("fp8 weights alone", "lfm2")),
         *(("awq", "glm"), ("fp8 weights alone", "cohere")),  # whose heads' numbers are moved
     ],
 )
 def test_greedy_text_is_that_of_the_dequantized_model(
     name: str, model_type: str, tmp_path: Path, device: torch.device
 ) -> None:
-    changes: dict[str, Any] = {"qwen3_moe": EXPERTS, "cohere": {"hidden_size": 256}, "glm": MOVED}.get(model_type, {})
-    folder, twin = write_model(tmp_path, name, model_type, **changes)
+    changes: dict[str, dict[str, Any]] = {
+        "qwen3_moe": EXPERTS, "cohere": {"hidden_size": 256}, "glm": MOVED, "qwen3_next": HYBRID,
+        "bamba": {"attn_layer_indices": [1], "head_dim": 64, "hidden_size": 256} | MAMBA | {"mamba_n_heads": 32},
+        "lfm2": {"layer_types": ["conv", "full_attention"], "hidden_size": 256},
+    }  # fmt: skip
+    folder, twin = write_model(tmp_path, name, model_type, **changes.get(model_type, {}))
     reference = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32).eval()
     prompts = random_prompts(4)
     outputs = engine_of(folder, Ngram(num_nodes=9), device=device).generate(prompts, SamplingParams(20))
@@ -152,7 +162,9 @@ def test_products_with_rounded_activations(name: str, tmp_path: Path, device: to
 
 @pytest.mark.parametrize("model_type", [kind for kind in FP8_EXPERTS if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES])
 def test_families_round_what_enters_their_experts(model_type: str, tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 64, "layer_types": None}
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 64, "layer_types": None}
+    if model_type in ("qwen3_next", "qwen3_5_moe_text"):
+        sizes |= HYBRID
     folder, _ = write_model(tmp_path, "fp8 rows", model_type, **sizes)
     parts = [layer.feed_forward for layer in engine_of(folder, device="cpu").target.decoder.layers]
     assert {part.experts.activations for part in parts if isinstance(part, MoE)} == {"token"}
