@@ -52,6 +52,69 @@ class Pool:
         self.written.append(loc)
 
 
+class MHATokenToKVPool(Pool):
+    """The same by the name of SGLang's class, in which layers are numbered from 0."""
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        assert layer == 0
+        return self.k
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        assert layer == 0
+        return self.v
+
+
+class HybridPool:
+    """A stub of SGLang's HybridLinearKVPool, where layer 3 alone has attention."""
+
+    def __init__(self, full: Pool) -> None:
+        self.full_kv_pool, self.page_size = full, 1
+        self.full_attention_layer_id_mapping = {3: 0}
+
+    def get_key_buffer(self, layer: int) -> Tensor:
+        return self.full_kv_pool.get_key_buffer(self.full_attention_layer_id_mapping[layer])
+
+    def get_value_buffer(self, layer: int) -> Tensor:
+        return self.full_kv_pool.get_value_buffer(self.full_attention_layer_id_mapping[layer])
+
+    def set_kv_buffer(self, layer: Any, loc: Tensor, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any) -> None:
+        assert layer.layer_id == 3
+        self.full_kv_pool.set_kv_buffer(layer, loc, k, v, k_scale, v_scale)
+
+
+class Hybrid:
+    """A stub of SGLang's HybridLinearAttnBackend: it calls the attention that it holds as SGLang's does."""
+
+    def __init__(self, full: TreeAttention) -> None:
+        self.full = full
+        self.read = full.token_to_kv_pool, full.req_to_token_pool, full.max_context_len, full.needs_cpu_seq_lens
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.full.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.full.init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.full.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self.full.init_forward_metadata_in_graph(forward_batch)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        self.full.update_verify_buffers_to_fill_after_draft(spec_info=spec_info, cuda_graph_bs=cuda_graph_bs)
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> Tensor:
+        return self.full.forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+    ) -> Tensor:
+        return self.full.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+
+
 class Engine:
     """A stub of SGLang's model runner with some requests, whose tokens are scattered over the pool."""
 
@@ -237,6 +300,45 @@ def test_verification_of_trees_matches_float64(device: torch.device, nodes: int,
     close(got, expected(engine, q, sees))
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_layers_with_attention_of_a_hybrid_model_match_float64(
+    device: torch.device, graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree and a decoding pass through SGLang's wrapper, over a pool that numbers its layers itself."""
+    monkeypatch.setattr(TreeAttention, "serves_hybrids", True)
+    engine, nodes = Engine([3, 21, 11], device), 6
+    engine.pool = MHATokenToKVPool(8 * PLACES, torch.float32, device)
+    pool, third = HybridPool(engine.pool), layer(layer_id=3)
+    backend = Hybrid(TreeAttention(engine.runner(token_to_kv_pool=pool), num_draft_tokens=nodes))
+    assert backend.read[0] is pool and torch.equal(backend.read[1].req_to_token, engine.req_to_token)
+    seen = random_trees(3, nodes).to(device)
+    spec_info = SimpleNamespace(
+        draft_token_num=nodes, tree_topk=4, draft_token=torch.zeros(3 * nodes), custom_mask=seen.flatten()
+    )
+    tables = [engine.req_to_token[row] for row in engine.rows]
+    trees = engine.batch(
+        "verify", seq_lens=engine.lens, spec_info=spec_info, out_cache_loc=engine.places(engine.lens, nodes)
+    )
+    prepare(backend, trees, graph)
+    backend.update_verify_buffers_to_fill_after_draft(spec_info, 3 if graph else None)
+    q, k, v = inputs(3 * nodes, device)
+    got = run(backend, trees, q, k, v, third)
+    sees = [
+        torch.cat([table[:length], table[length : length + nodes][tree[node]]])
+        for table, length, tree in zip(tables, engine.lens.tolist(), seen, strict=True)
+        for node in range(nodes)
+    ]
+    close(got, expected(engine, q, sees))
+    decoded = engine.batch(
+        "decode", seq_lens=engine.lens, spec_info=None, out_cache_loc=engine.places(engine.lens - 1, 1)
+    )
+    prepare(backend, decoded, graph)
+    q, k, v = inputs(3, device)
+    got = run(backend, decoded, q, k, v, third)
+    close(got, expected(engine, q, [t[:n] for t, n in zip(tables, engine.lens.tolist(), strict=True)]))
+    TreeAttentionSteps(engine.runner(token_to_kv_pool=pool), 4, 3)  # a draft's pool has the same kind
+
+
 def test_verification_ignores_padding_requests(device: torch.device) -> None:
     """Replay a graph of four requests for two, with masks in the layout of the n-gram corpus."""
     engine, nodes = Engine([8, 15], device), 6
@@ -329,7 +431,7 @@ def message_of(call: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-def test_attention_refuses_unsupported_models_and_layers_by_name() -> None:
+def test_attention_refuses_unsupported_models_and_layers_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine([4], torch.device("cpu"))
     assert message_of(lambda: TreeAttention(engine.runner(use_mla_backend=True))) == (
         "specdec: the model has latent attention (MLA), expected heads of keys and values "
@@ -339,14 +441,21 @@ def test_attention_refuses_unsupported_models_and_layers_by_name() -> None:
     assert message_of(lambda: TreeAttention(engine.runner(model_config=encoder))) == (
         "specdec: the model has an encoder, expected a decoder alone"
     )
-    several = SimpleNamespace(swa_kv_pool=None, full_kv_pool=None)
-    assert message_of(lambda: TreeAttention(engine.runner(token_to_kv_pool=several))) == (
+    windows = SimpleNamespace(swa_kv_pool=None, full_kv_pool=None)
+    assert message_of(lambda: TreeAttention(engine.runner(token_to_kv_pool=windows))) == (
         "specdec: layers with windows have a pool of their own, expected one pool (sglang: --disable-hybrid-swa-memory)"
     )
-    hybrid = SimpleNamespace(full_kv_pool=None)
-    assert message_of(lambda: TreeAttention(engine.runner(token_to_kv_pool=hybrid))) == (
+    several = (
         "specdec: layers of several kinds share the KV pool, expected attention alone "
         "(sglang: choose another --attention-backend)"
+    )
+    plain = HybridPool(MHATokenToKVPool(4, torch.float32, torch.device("cpu")))
+    for known, hybrid in ((False, plain), (True, HybridPool(engine.pool)), (True, SimpleNamespace(full_kv_pool=None))):
+        monkeypatch.setattr(TreeAttention, "serves_hybrids", known)
+        assert message_of(lambda pool=hybrid: TreeAttention(engine.runner(token_to_kv_pool=pool))) == several
+    virtual = SimpleNamespace(translate_kv_loc=lambda loc: loc)
+    assert several == message_of(
+        lambda: TreeAttention(engine.runner(token_to_kv_pool=plain, token_to_kv_pool_allocator=virtual))
     )
 
     def with_pool(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> str:

@@ -203,6 +203,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Registries:
     module.CustomSpecAlgo = type("CustomSpecAlgo", (), {"is_eagle": lambda self: False})  # type: ignore[attr-defined]
     monkeypatch.setattr(version_gate, "version", lambda package: VERSIONS[0])
     monkeypatch.setattr(specdec_kernels, "cuda_version", "13.0")
+    monkeypatch.setattr(TreeAttention, "serves_hybrids", False)
     return module
 
 
@@ -219,7 +220,7 @@ def test_plugin_registers_all_parts(
     monkeypatch.setattr(version_gate, "version", lambda package: f"{version}+cu130")
     with caplog.at_level(logging.INFO):
         sglang_plugin.register()
-    assert host.choices == ["specdec"] and set(host.backends) == {"specdec"}
+    assert host.choices == ["specdec"] and set(host.backends) == {"specdec"} and TreeAttention.serves_hybrids
     hooked = [target for target, _, _ in host.hooks]
     assert len(hooked) == len(set(hooked)) == 13 and host_of(version).model_step in hooked
     assert {f"{FACTORY}.create_decode_backend", f"{FACTORY}.create_draft_extend_backend"} <= set(hooked)
@@ -260,7 +261,7 @@ def test_plugin_without_kernels_leaves_functions(
         host_of(VERSIONS[0]).model_step, f"{FACTORY}.create_decode_backend", f"{FACTORY}.create_draft_extend_backend"
     }  # fmt: skip
     assert caplog.messages == [
-        "specdec: SGLang 0.5.17 has attention, attention choice, draft attention, SPECDEC_NGRAM; its functions stay its own, since this "
+        "specdec: SGLang 0.5.17 has attention, attention choice, hybrid models, draft attention, SPECDEC_NGRAM; its functions stay its own, since this "
         "build has no CUDA kernels"
     ]
 
@@ -298,6 +299,13 @@ def test_changed_backend_leaves_out_the_parts_that_need_it(host: Any, monkeypatc
     hooked = {target.rpartition(".")[2] for target, _, _ in host.hooks}
     assert not host.backends and not {"create_decode_backend", "resolve_num_tokens_per_req"} & hooked
     assert {"eagle_sample", "fast_topk", "verify_tree_greedy"} <= hooked
+
+
+def test_changed_wrapper_of_hybrid_models_leaves_them_refused(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "sglang.srt.layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend.__init__"
+    newer(monkeypatch, "0.5.24", {f"Same {place}": 1})
+    sglang_plugin.register()
+    assert set(host.backends) == {"specdec"} and not TreeAttention.serves_hybrids
 
 
 def test_part_that_raises_in_an_untested_version_is_left_out(

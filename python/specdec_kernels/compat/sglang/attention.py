@@ -47,19 +47,23 @@ class TreeAttention:
         model_runner: SGLang's; its pools, tables and model shapes are read.
         num_draft_tokens: nodes of a verified tree, if this is the target's attention and the engine drafts.
 
+    In a model with recurrent layers, it serves those with attention: SGLang calls it through `HybridLinearAttnBackend`.
+
     Raises:
-        ValueError: `tree_attention` cannot serve the model: latent attention, encoders, a pool for each kind of layer,
+        ValueError: `tree_attention` cannot serve the model: latent attention, encoders, a pool for layers with windows,
             or a pool with another layout, dtype or head dimension.
     """
 
     needs_cpu_seq_lens = False  # lengths are read on the device
+    serves_hybrids = False  # set by `compat.sglang.plugin` where SGLang is known to call it as expected
 
     def __init__(self, model_runner: Any, *, num_draft_tokens: int | None = None) -> None:
         self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
         self.req_to_token: Tensor = model_runner.req_to_token_pool.req_to_token
         self.max_context_len: int = model_runner.model_config.context_len
         self.num_draft_tokens = num_draft_tokens
-        check_model(model_runner)
+        check_model(model_runner, self.serves_hybrids)
         self._rows: Rows
         # Inputs of CUDA graphs, for the largest batch:
         self._tables: Tensor | None = None  # [bs, places] int32
@@ -263,7 +267,7 @@ class TreeAttentionSteps:
             backend.init_step(rows)
 
 
-def check_model(model_runner: Any) -> None:
+def check_model(model_runner: Any, serves_hybrids: bool) -> None:
     """Raise ValueError, naming the feature, if `tree_attention` cannot serve the model or its pool."""
     config, pool = model_runner.model_config, model_runner.token_to_kv_pool
     if getattr(model_runner, "use_mla_backend", False):
@@ -279,11 +283,13 @@ def check_model(model_runner: Any) -> None:
             "(sglang: --disable-hybrid-swa-memory)"
         )
     allocator = getattr(model_runner, "token_to_kv_pool_allocator", None)
-    if hasattr(pool, "full_kv_pool") or getattr(allocator, "translate_kv_loc", None) is not None:
+    is_known = not hasattr(pool, "full_kv_pool") or (serves_hybrids and is_plain_hybrid(pool))
+    if not is_known or getattr(allocator, "translate_kv_loc", None) is not None:
         raise ValueError(
             "specdec: layers of several kinds share the KV pool, expected attention alone "
             "(sglang: choose another --attention-backend)"
         )
+    pool = getattr(pool, "full_kv_pool", pool)  # of the layers with attention, numbered from 0
     if getattr(getattr(model_runner, "kv_index_translator", None), "is_translating", False):
         raise ValueError(
             "specdec: the KV pool has virtual indices (--enable-unified-memory), expected those of its rows"
@@ -312,6 +318,11 @@ def check_model(model_runner: Any) -> None:
             f"specdec: the KV pool holds {str(key.dtype).removeprefix('torch.')}, "
             "expected float16, bfloat16, float32 or float8_e4m3fn"
         )
+
+
+def is_plain_hybrid(pool: Any) -> bool:
+    """Return whether a pool has plain rows for layers with attention, and elsewhere the states of recurrent layers."""
+    return hasattr(pool, "full_attention_layer_id_mapping") and type(pool.full_kv_pool).__name__ == "MHATokenToKVPool"
 
 
 def check_layer(layer: Any, others: dict[str, Any]) -> None:

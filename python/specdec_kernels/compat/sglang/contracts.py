@@ -127,6 +127,25 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 # Functions that a part wraps, repeats or stays out of: their digests, where a version changed them.
 DIGESTS: dict[str, dict[str, int]] = {
+    "layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend.__init__": {
+        "0.5.17": 2522446463, "0.5.18": 874857707, "0.5.19": 2881238394, "0.5.22": 3424801483,
+    },
+    "layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend.forward_decode": {"0.5.17": 2097016467},
+    "layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend.forward_extend": {"0.5.17": 1102413360},
+    "layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend.init_cuda_graph_state": {
+        "0.5.17": 1288688517,
+    },
+    "layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend.init_forward_metadata": {"0.5.17": 749544051},
+    "layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend.init_forward_metadata_in_graph": {
+        "0.5.17": 1074320074,
+    },
+    "layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend.init_forward_metadata_out_graph": {
+        "0.5.17": 3701548067,
+    },
+    "layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend.update_verify_buffers_to_fill_after_draft": {
+        "0.5.17": 3001298011,
+    },
+    "layers.attention.hybrid_linear_attn_backend:HybridLinearAttnBackend.verify_mask": {"0.5.17": 2297818737},
     "layers.logits_processor:LogitsProcessor._get_logits": {
         "0.5.17": 3814478522, "0.5.18": 964930804, "0.5.19": 1420920831, "0.5.21": 86872876, "0.5.22": 2212466200,
         "0.5.23": 4166650024,
@@ -151,6 +170,9 @@ DIGESTS: dict[str, dict[str, int]] = {
     "speculative.spec_utils:move_accept_tokens_to_target_kvcache": {"0.5.17": 4064519944, "0.5.23": 31075666},
     "speculative.spec_utils:renorm_draft_probs": {"0.5.17": 361162416, "0.5.22": 1330143991},
     "speculative.spec_utils:resolve_num_tokens_per_req": {"0.5.17": 1907426675, "0.5.18": 1550656257},
+    "mem_cache.memory_pool:HybridLinearKVPool.get_key_buffer": {"0.5.17": 65145882},
+    "mem_cache.memory_pool:HybridLinearKVPool.get_value_buffer": {"0.5.17": 2928846601},
+    "mem_cache.memory_pool:HybridLinearKVPool.set_kv_buffer": {"0.5.17": 3930958403, "0.5.22": 1323544026},
     "utils.common:fast_topk": {"0.5.17": 1188590315},
 }  # fmt: skip
 
@@ -184,6 +206,23 @@ def parts_of(version: str) -> tuple[Part, ...]:
         assert known is not None
         return Same(f"sglang.srt.{place}", digests[known])
 
+    hybrid_pool = "sglang.srt.mem_cache.memory_pool:HybridLinearKVPool"
+    hybrid_places = ("layers.attention.hybrid_linear_attn_backend:", "mem_cache.memory_pool:HybridLinearKVPool")
+    hybrid_models = Part(
+        "hybrid models",
+        (
+            # What it calls of the attention that it holds, and how it numbers layers.
+            *(same(place) for place in DIGESTS if place.startswith(hybrid_places)),
+            Names(hybrid_pool, ("full_kv_pool", "full_attention_layer_id_mapping")),
+            Lines(f"{hybrid_pool}.__init__", "MHATokenToKVPool"),
+            Lines(
+                "sglang.srt.layers.attention.attention_registry:attn_backend_wrapper",
+                "return hybrid_backend_cls(full_attn_backend, linear_attn_backend, full_attn_layers)",
+            ),
+            Names("sglang.srt.model_executor.model_runner:ModelRunner", ("req_to_token_pool",)),
+        ),
+        needs=("attention",),
+    )
     factory = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
     worker = "sglang.srt.speculative.eagle_worker_v2"
     extend_runner = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner"
@@ -332,6 +371,7 @@ def parts_of(version: str) -> tuple[Part, ...]:
     return (
         attention(host),
         attention_choice(host),
+        hybrid_models,
         draft_attention,
         *kernels(host),
         draft_topk,

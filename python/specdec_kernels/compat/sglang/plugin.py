@@ -39,6 +39,7 @@ def register() -> None:
     registrations = {
         "attention": register_attention,
         "attention choice": lambda: register_choice(host),
+        "hybrid models": register_hybrids,
         "draft attention": register_drafts,
         "SPECDEC_NGRAM": register_ngram,
     }
@@ -99,11 +100,18 @@ def make_backend(model_runner: Any) -> Any:
             return VerifyMask(self._mask_bytes, TreeMaskMode.QLEN_ONLY, len(self._tables))
 
     nodes = None if model_runner.is_draft_worker else get_spec().speculative_num_draft_tokens
-    return SpecdecBackend(model_runner, num_draft_tokens=nodes)
+    backend = SpecdecBackend(model_runner, num_draft_tokens=nodes)
+    if hasattr(model_runner.token_to_kv_pool, "full_kv_pool"):
+        logger.info("specdec: layers with attention run specdec's, recurrent ones SGLang's")
+    return backend
 
 
 def register_choice(host: Host) -> None:
     register_functions({host.model_step: (partial(choose_attention, declares=host.declares_arguments), "AROUND")})
+
+
+def register_hybrids() -> None:
+    TreeAttention.serves_hybrids = True
 
 
 def register_drafts() -> None:
