@@ -87,7 +87,7 @@ class Mamba2Hybrid(Hybrid):
             in_proj=linear_of(module.in_proj),
             decay=-module.A_log.detach().float().exp(),
             dt_bias=module.dt_bias.detach(),
-            skip=module.D.detach(),
+            skip=module.D.detach().float(),
             norm=self.gated_norm(module),
             sizes=self.mamba_sizes,
             dt_limit=(low, high),

@@ -17,6 +17,7 @@ from torch.nn import functional
 from ...ops import tree_conv1d, tree_recurrence
 from ..state_cache import ConvSpec, LayerState, RecurrenceSpec, StateSpec
 from .linear import Linear, Projection
+from .norm import RMSNorm
 from .paged_batch import PagedBatch, Sequences
 
 
@@ -31,14 +32,20 @@ class GatedRMSNorm(NamedTuple):
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return [..., D] in the gate's dtype from x and gate [..., D]."""
-        rows, factors = x.float(), self.activation(gate.float())
+        factors = self.activation(gate.float())
         if self.weight is None:
-            return (rows * factors).to(gate.dtype)
-        if self.gates_first:
-            rows = rows * factors
-        grouped = rows.view(*rows.shape[:-1], self.groups, -1)
-        rows = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).flatten(-2) * self.weight
-        return (rows if self.gates_first else rows * factors).to(gate.dtype)
+            return (x * factors).to(gate.dtype)
+        if not self.gates_first:
+            return (self._normed(x) * factors).to(gate.dtype)
+        return self._normed(x * factors).to(gate.dtype)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """Return the rows normalized, in float32 or, if there is one group, in their dtype."""
+        assert self.weight is not None
+        if self.groups == 1 and x.dtype == self.weight.dtype:
+            return RMSNorm(self.weight, self.eps)(x)
+        grouped = x.float().view(*x.shape[:-1], self.groups, -1)
+        return functional.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).view(x.shape) * self.weight
 
 
 class Conv(NamedTuple):
@@ -201,7 +208,7 @@ class Mamba2(RecurrentMixer):
     in_proj: Linear  # [2 * values + 2 * keys + heads, H]: gates, values, keys, queries, time steps
     decay: Tensor  # [heads] float32, -exp(A_log)
     dt_bias: Tensor  # [heads]
-    skip: Tensor  # [heads], D: what of the values is added to the outputs
+    skip: Tensor  # [heads] float32, D: what of the values is added to the outputs
     norm: GatedRMSNorm
     sizes: RecurrenceSpec
     dt_limit: tuple[float, float] = (0.0, float("inf"))
@@ -229,4 +236,4 @@ class Mamba2(RecurrentMixer):
             self.cache,
             rows,
         )
-        return self.norm((out + v * self.skip[:, None]).flatten(-2), gate)
+        return self.norm(torch.addcmul(out, v, self.skip[:, None]).flatten(-2), gate)
