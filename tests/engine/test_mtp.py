@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
@@ -17,6 +19,7 @@ from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
 from specdec_kernels.synthetic.shapes import shape_config
 from support.mtp_checkpoints import CASES, Reference, write_target_with_mtp
+from support.quantized_checkpoints import FORMATS
 from support.random_checkpoints import EXPERTS, random_prompts
 from support.recorded_chains import record_chains
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
@@ -138,11 +141,14 @@ def test_a_migrated_request_goes_on_with_its_drafts(tmp_path: Path) -> None:
         assert request.result().tokens == expected.tokens
 
 
-def test_drafts_without_an_mtp_layer_leave_its_tensors_out(tmp_path: Path) -> None:
-    folder, prompts = write_target_with_mtp(tmp_path / "target", "qwen3_next"), random_prompts(2)
+@pytest.mark.parametrize("name", ["mimo", "qwen3_5"])
+def test_drafts_without_an_mtp_layer_leave_its_tensors_out(name: str, tmp_path: Path) -> None:
+    folder, prompts = write_target_with_mtp(tmp_path / "target", name), random_prompts(2)
     with make_engine(folder, MTP(**CHAIN)) as engine:
         expected = texts(engine, prompts)
     with make_engine(folder, Ngram(num_nodes=4)) as engine:
+        assert texts(engine, prompts) == expected
+        engine.update_weights(load_file(folder / "model.safetensors"))
         assert texts(engine, prompts) == expected
 
 
@@ -184,3 +190,39 @@ def test_synthetic_layer_of_experts_has_the_target_s_kind(tmp_path: Path) -> Non
         [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=256, ignore_eos=True))
     assert output.tokens == text.tokens(13, 256)
     assert output.stats.accept_length == pytest.approx(1 + 0.8 + 0.64 + 0.512, rel=0.1)
+
+
+def quantize(folder: Path, name: str, linears: str) -> None:
+    """Quantize the linears of a checkpoint whose names match."""
+    config, write = FORMATS[name]
+    file, tensors = folder / "model.safetensors", dict[str, torch.Tensor]()
+    for key, tensor in load_file(file).items():
+        if re.fullmatch(linears, key):
+            parts = write(tensor).tensors
+            tensors |= {key.removesuffix("weight") + part: values.contiguous() for part, values in parts.items()}
+        else:
+            tensors[key] = tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+
+
+@pytest.mark.parametrize("name", ["fp8 weights alone", "awq"])
+def test_quantized_targets_draft_with_a_layer_that_is_not(name: str, tmp_path: Path) -> None:
+    folder, prompts = write_target_with_mtp(tmp_path / "target", "qwen3_next"), random_prompts(2)
+    quantize(folder, name, r"model\.layers\..*_proj\.weight")
+    with make_engine(folder, None) as engine:
+        expected = texts(engine, prompts)
+    with make_engine(folder, MTP(**TREE)) as engine:
+        assert texts(engine, prompts) == expected
+
+
+def test_quantized_layers_are_refused_by_name(tmp_path: Path) -> None:
+    folder = write_target_with_mtp(tmp_path / "target", "qwen3_next")
+    quantize(folder, "fp8 weights alone", r".*_proj\.weight")
+    with make_engine(folder, None) as engine:  # the target runs
+        texts(engine, random_prompts(1))
+    with pytest.raises(
+        ValueError, match=r"has mtp\.layers\.0\..*_proj\.weight of torch\.float8_e4m3fn, expected one of"
+    ):
+        make_engine(folder, MTP(**CHAIN))

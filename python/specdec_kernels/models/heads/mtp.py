@@ -43,6 +43,8 @@ from ..weights.update import Skeleton, Update, expect_floats, expect_tensors, up
 from .base import DraftHead, Features, HeadOutput
 
 NAME = "MTP head"
+# Model types in a known layout whose MTP layer differs from what `config_of_one_layer` describes.
+DIFFERENT = {"exaone_moe": "rotates all heads, whatever its type"}
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,16 @@ class MtpCheckpoint:
         """Find the MTP layer of a folder or hub id.
 
         Raises:
-            ValueError: there is none, or more than one; no language model that transformers knows.
+            ValueError: there is none, or more than one; one that is not computed here; no language model that
+                transformers knows.
         """
         folder = local_folder(source, "MTP: head")
         config = config_of(folder, NAME)
+        if config.model_type in DIFFERENT:
+            raise ValueError(
+                f"{NAME}: model_type is {config.model_type!r}, expected another (its MTP layer "
+                f"{DIFFERENT[config.model_type]}; not supported)"
+            )
         layout = only_layout(tensor_names(folder), config.num_hidden_layers, f"{NAME}: {folder}")
         return cls(folder, config, layout)
 

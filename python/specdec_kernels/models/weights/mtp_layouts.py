@@ -135,7 +135,7 @@ ERNIE = MtpLayout(
     zeroes_first_embedding=True,
 )
 
-# Qwen3-Next and Qwen3.5, and EXAONE MoE.
+# Qwen3-Next and Qwen3.5; K-EXAONE has the same names.
 QWEN = MtpLayout(
     prefix="mtp.",
     index=r"mtp\.layers\.(\d+)\.",

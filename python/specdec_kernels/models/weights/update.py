@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -27,6 +27,7 @@ from ..layers.quantized import Fp8Weight, QuantizedLinear, QuantizedWeight
 from .checkpoint import some
 from .formats import Scheme, fitting_weight
 from .kv_scales import FP8, SCALE_NAME
+from .mtp_layouts import mtp_prefixes
 from .quantized_loading import PARTS, STORED_BY, expert_of, own_names
 
 OURS = __name__.partition(".")[0]
@@ -109,8 +110,7 @@ class Skeleton:
             for key, tensor in self._module.state_dict().items():
                 if not tensor.is_meta:
                     self._set(key, tensor)
-        ignored = {key for key in info.unexpected_keys if key.endswith("rotary_emb.inv_freq")}
-        if unknown := sorted(info.unexpected_keys - ignored):
+        if unknown := sorted(key for key in info.unexpected_keys if not self._leaves_out(key, info.unexpected_keys)):
             kind = type(self._module).__name__
             raise ValueError(f"{name} has {some(unknown)}, unknown to {kind}, expected tensors of the model alone")
         for key, got, expected in sorted(info.mismatched_keys):
@@ -118,6 +118,13 @@ class Skeleton:
         for key in sorted(info.conversion_errors):
             raise ValueError(f"{name} has a part of {key}, expected all of the tensors that it is made of")
         return placed
+
+    def _leaves_out(self, key: str, unexpected: Collection[str]) -> bool:
+        """Return whether loading leaves an unexpected tensor out: rotations, MTP layers, what transformers ignores."""
+        ignored = self._module._keys_to_ignore_on_load_unexpected or ()
+        if key.endswith("rotary_emb.inv_freq") or any(re.search(pattern, key) for pattern in ignored):
+            return True
+        return key.startswith(mtp_prefixes(unexpected, self._module.config.get_text_config().num_hidden_layers))
 
 
 def updates_of(
