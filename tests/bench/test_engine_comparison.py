@@ -47,7 +47,7 @@ def test_bench_engines_measures_ours_of_fewer_layers_and_reuses_checkpoints(
     assert "tiny of 2 layers float32, accept math eagle3, 20 tokens in, 70 out" in capsys.readouterr().out
     assert json.loads((out / "target/config.json").read_text())["num_hidden_layers"] == 2
     run = json.loads(file.read_text())
-    assert {"version", "installed", "torch", "transformers"} < run["engines"]["ours"].keys()
+    assert {"version", "installed", "torch", "transformers", "environment"} < run["engines"]["ours"].keys()
     plain, chain = (r for r in run["results"] if r["params"]["engine"] == "ours")
     assert plain["params"]["algorithm"] == "plain" and plain["params"]["layers"] == 2
     assert plain["facts"]["accept_length"] == 1.0
@@ -82,7 +82,7 @@ def test_is_installed_needs_engine_and_plugin(engine: str, tmp_path: Path, monke
 def test_can_run_gives_vllm_chains_only(engine: str) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
     runs = [name for name, algorithm in engines.ALGORITHMS.items() if engines.can_run(engine, algorithm)]
-    assert runs == ["plain", "chain", "ngram"]
+    assert runs == ["plain", "chain", "adaptive_chain", "ngram"]
 
 
 def test_vllm_runner_passes_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,12 @@ def test_vllm_runner_passes_options(monkeypatch: pytest.MonkeyPatch) -> None:
         options, drafting = started[-1], started[-1]["speculative_config"]
         assert os.environ["SPECDEC_VLLM"] == left_in
         assert {key: options[key] for key in options.keys() & {"attention_backend"}} == backend
-        assert drafting == {"method": "eagle3", "model": "head", "num_speculative_tokens": 5} | backend
+        eagle3 = {"method": "eagle3", "model": "head", "num_speculative_tokens": 5} | backend
+        assert drafting == eagle3
+        importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
+            job, engines.ALGORITHMS["adaptive_chain"]
+        )
+        assert started[-1]["speculative_config"] == eagle3 | {"enable_adaptive_verification": True}
         importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
             job, engines.ALGORITHMS["ngram"]
         )

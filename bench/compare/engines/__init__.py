@@ -43,6 +43,7 @@ ALGORITHMS = {
     "chain": Algorithm(5, 1, 6),
     "tree": Algorithm(5, 10, 32),
     "adaptive": Algorithm(5, 10, 32, adaptive=True),
+    "adaptive_chain": Algorithm(5, 1, 6, adaptive=True),
     "ngram": Algorithm(11, 1, 12, ngram=True),
 }
 
@@ -98,13 +99,13 @@ def is_installed(engine: str, folders: list[str]) -> bool:
 def can_run(engine: str, algorithm: Algorithm, *, served: bool = False) -> bool:
     """Return whether an engine has an algorithm that another entry does not cover.
 
-    Only ours has adaptive trees, and vLLM has no trees. SGLang uses FA3 by default except for trees. Only SGLang's
+    SGLang has no adaptive drafts, and vLLM has no trees. SGLang uses FA3 by default except for trees. Only SGLang's
     server is timed here; `specdec bench server` times ours.
     """
     if served and PACKAGES[engine] != "sglang":
         return False
-    if algorithm.adaptive:
-        return engine == "ours"
+    if PACKAGES[engine] == "sglang" and algorithm.adaptive:
+        return False
     if engine == "sglang_fa3":
         return algorithm.topk > 1 or algorithm.ngram
     return PACKAGES[engine] != "vllm" or algorithm.topk == 1

@@ -45,6 +45,8 @@ class Runner:
             drafting = {"speculative_config": self.ngram | {"num_speculative_tokens": algorithm.num_steps}}
         elif algorithm.num_steps:
             config = {"method": "eagle3", "model": job.head, "num_speculative_tokens": algorithm.num_steps}
+            if algorithm.adaptive:  # vLLM's adaptive verification, since 0.28
+                config["enable_adaptive_verification"] = True
             drafting = {"speculative_config": config | self.options}  # the options of the target do not apply to drafts
         self.llm = vllm.LLM(
             job.target,

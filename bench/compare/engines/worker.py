@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from . import ALGORITHMS, PACKAGES, Job, Runner, how_installed
+
+VARIABLES = ("SPECDEC_SGLANG", "SPECDEC_VLLM", "VLLM_USE_")  # how variables begin that choose what is measured
 
 
 def measure(runner: Runner, job: Job, runs: list[list[list[list[int]]]]) -> dict[str, Any]:
@@ -68,6 +71,7 @@ def main(arguments: list[str]) -> None:
         "installed": how_installed(PACKAGES[job.engine]),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
         "start_seconds": time.perf_counter() - start,
         "batches": [],
     }

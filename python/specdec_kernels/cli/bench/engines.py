@@ -13,7 +13,7 @@ from .output import NO_CUDA, add_device, add_json, add_models, find_device, load
 
 COMMAND = "bench engines"
 ENGINES = ("ours", "sglang", "sglang_fa3", "sglang_plugin", "vllm", "vllm_plugin")
-ALGORITHMS = ("plain", "chain", "tree", "adaptive", "ngram")
+ALGORITHMS = ("plain", "chain", "tree", "adaptive", "adaptive_chain", "ngram")
 
 EPILOG = """\
 A synthetic target and EAGLE-3 head are written to --out in published formats. Each engine loads them in a process of
@@ -29,6 +29,7 @@ engines:
 
 algorithms:
   plain, chain, tree, adaptive   as in `specdec bench round`; vLLM has no trees
+  adaptive_chain                 chains of adaptive length; in vLLM, adaptive verification
   ngram                          12 tokens verified per round; prompts quote the expected output
 """
 
