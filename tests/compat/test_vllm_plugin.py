@@ -33,16 +33,17 @@ from specdec_kernels.compat.vllm.ngram import NgramProposer
 
 ROOT = Path(__file__).resolve().parents[2]
 KV_LAYOUT = "vllm.v1.attention.backends.utils"
-REAL = ("vllm.v1.attention.backend", "vllm.v1.attention.backends.registry", "vllm.utils.import_utils")
+REAL = (
+    "vllm.platforms.cuda", "vllm.platforms.interface", "vllm.utils.import_utils", "vllm.v1.attention.backend",
+    "vllm.v1.attention.backends.registry", "vllm.v1.attention.selector",
+)  # fmt: skip
+FLASH = ("vllm.v1.attention.backends.flash_attn", "FlashAttentionBackend", False)
+FLASH_MLA = ("vllm.v1.attention.backends.mla.flashattn_mla", "FlashAttnMLABackend", True)
 CONFIG = "vllm.config.vllm:VllmConfig"
 
 # What docs/integrations/vllm.md says about vLLM, and no part relies on.
 DOCUMENTED: tuple[Contract, ...] = (
-    # A backend that is asked for by name and cannot serve a layer: vLLM does not start, and says why.
-    Lines(
-        "vllm.platforms.cuda",
-        "raise ValueError(f'Selected backend {selected_backend} is not valid for this configuration. Reason: {invalid_reasons}')",
-    ),
+    # The reason in the log for layers of latent attention.
     Lines("vllm.v1.attention.backend:AttentionBackend.validate_configuration", "MLA not supported"),
     # Layers of another kind can have another backend; recurrent layers always have their own.
     Lines(
@@ -141,6 +142,8 @@ class Stubs:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.partition(".")[0] != "vllm":
             return None
+        if "backends." in name and name not in (*REAL, KV_LAYOUT, FLASH[0], FLASH_MLA[0]) and not name.endswith(".mla"):
+            raise ImportError(name)  # vLLM does not choose a backend that it cannot import
         if name in REAL:
             return importlib.util.spec_from_file_location(
                 name, self.folder.joinpath(*name.split(".")).with_suffix(".py")
@@ -156,8 +159,43 @@ class Stubs:
             module.get_dcp_world_size_and_rank = lambda asked: (1, 0)  # type: ignore[attr-defined]
         if module.__name__ == "vllm.config":
             module.get_current_vllm_config_or_none = lambda: None  # type: ignore[attr-defined]
+        if module.__name__ == "vllm.platforms":
+            module.current_platform = type("Own", (Platform,), {})()  # type: ignore[attr-defined]
+        if module.__name__ == "vllm.third_party.pynvml":
+            module.nvmlDeviceGetCount = lambda: 1  # type: ignore[attr-defined]
+        for place, name, is_mla in (FLASH, FLASH_MLA):
+            if module.__name__ == place:
+                base = importlib.import_module("vllm.v1.attention.backend").AttentionBackend
+                setattr(module, name, type(name, (base,), {"__module__": place, "is_mla": lambda mla=is_mla: mla}))
         if module.__name__ == "vllm.logger":
-            module.init_logger = logging.getLogger  # type: ignore[attr-defined]
+            module.init_logger = logger_of  # type: ignore[attr-defined]
+
+
+def logger_of(name: str) -> logging.Logger:
+    """Return a logger with vLLM's methods."""
+    log = logging.getLogger(name)
+    for level in ("debug", "info", "warning"):
+        setattr(log, f"{level}_once", getattr(log, level))
+    return log
+
+
+class Platform:
+    """A stub for vLLM's platform, which chooses FlashAttention without a flag."""
+
+    is_on_cuda = True
+
+    def is_cuda(self) -> bool:
+        return self.is_on_cuda
+
+    @classmethod
+    def get_device_capability(cls) -> Any:
+        return types.SimpleNamespace(major=9, minor=0)
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
+        if selected_backend is None:
+            return "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+        return str(selected_backend.get_path())
 
 
 def no_group() -> None:
@@ -298,6 +336,34 @@ def test_registry_returns_our_class(
     assert registry.AttentionBackendEnum.CUSTOM.get_path() == "others.Backend"
 
 
+def test_selection_of_vllm_keeps_its_backends_where_ours_does_not_win_or_serve(
+    backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On vLLM's own choice of backends, for Hopper."""
+    cuda = importlib.import_module("vllm.platforms.cuda")
+    selector = importlib.import_module("vllm.v1.attention.selector")
+    hopper = importlib.import_module("vllm.platforms.interface").DeviceCapability(9, 0)
+    platform = type("Platform", (cuda.CudaPlatform,), {"get_device_capability": classmethod(lambda cls: hopper)})
+    monkeypatch.setattr(importlib.import_module("vllm.platforms"), "current_platform", platform())
+    installed(monkeypatch, VERSIONS[0])
+    plugin.register()
+    custom = sys.modules["vllm.v1.attention.backends.registry"].AttentionBackendEnum.CUSTOM
+
+    def chosen(asked: Any, **changes: Any) -> str:
+        """Return the path of a layer's backend, as vLLM's selector asks for it."""
+        layer = selector.AttentionSelectorConfig(128, torch.bfloat16, "auto", None, **changes)
+        return str(platform.get_attn_backend_cls(asked, attn_selector_config=layer, num_heads=32))
+
+    caplog.set_level(logging.INFO)
+    assert chosen(custom) == chosen(None) == ".".join(FLASH[:2])
+    assert chosen(custom, use_mla=True) == chosen(None, use_mla=True) == ".".join(FLASH_MLA[:2])
+    assert [said for said in caplog.messages if "MLA" in said and said.startswith("specdec")] == [
+        "specdec: layers of head size 128 have vLLM's FlashAttnMLABackend: MLA not supported"
+    ]
+    monkeypatch.setenv("SPECDEC_VLLM_ATTENTION", "own")
+    assert chosen(custom) == plugin.PATH and chosen(None) == ".".join(FLASH[:2])
+
+
 # --- the plugin on stubs ---
 
 
@@ -324,9 +390,11 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     registry = types.ModuleType("vllm.v1.attention.backends.registry")
     paths: list[str] = []
     custom = types.SimpleNamespace(is_overridden=lambda: bool(paths), get_path=lambda: paths[-1])
-    registry.AttentionBackendEnum = {"CUSTOM": custom}  # type: ignore[attr-defined]
+    registry.AttentionBackendEnum = {"CUSTOM": custom, "FLASH_ATTN": custom}  # type: ignore[attr-defined]
     registry.register_backend = lambda backend, path: paths.append(path)  # type: ignore[attr-defined]
-    for name in ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", registry.__name__):
+    registry.current_platform = type("Own", (Platform,), {})()  # type: ignore[attr-defined]
+    modules = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends", "vllm.platforms")
+    for name in (*modules, registry.__name__):
         monkeypatch.setitem(sys.modules, name, registry)
     return paths
 
@@ -343,6 +411,15 @@ def test_plugin_registers_as_custom_also_twice(registered: list[str], monkeypatc
     plugin.register()
     plugin.register()
     assert set(registered) == {plugin.PATH} == {"specdec_kernels.compat.vllm.backend.SpecdecBackend"}
+
+
+def test_plugin_changes_nothing_without_cuda(
+    registered: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(monkeypatch, VERSIONS[-1])
+    monkeypatch.setattr(Platform, "is_on_cuda", False)
+    plugin.register()
+    assert not registered and caplog.messages == ["specdec: vLLM does not run on CUDA here; nothing is changed"]
 
 
 def test_untested_version_gets_what_its_sources_allow(

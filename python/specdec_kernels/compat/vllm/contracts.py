@@ -19,14 +19,34 @@ REGISTRY = "vllm.v1.attention.backends.registry"
 TRITON = "vllm.v1.attention.backends.triton_attn"
 LAYER = "vllm.model_executor.layers.attention.attention"
 RUNNER = "vllm.v1.worker.gpu_model_runner"
+PLATFORM = "vllm.platforms.cuda"
+SELECTOR = "vllm.v1.attention.selector"
 
 CONTRACTS: dict[str, tuple[Contract, ...]] = {
     ATTENTION: (
         Lines("vllm.plugins", "DEFAULT_PLUGINS_GROUP = 'vllm.general_plugins'"),
         Parameters(f"{REGISTRY}:register_backend", ("backend", "class_path"), more=True),
         # The name of a backend is that of its member.
-        Names(f"{REGISTRY}:AttentionBackendEnum", ("CUSTOM", "get_path", "is_overridden")),
+        Names(f"{REGISTRY}:AttentionBackendEnum", ("CUSTOM", "FLASH_ATTN", "get_class", "get_path", "is_overridden")),
         Lines(LAYER, "AttentionBackendEnum[self.attn_backend.get_name()]"),
+        # The choice of a layer's backend, without and with a backend that is asked for, as a path.
+        Parameters(
+            f"{PLATFORM}:CudaPlatformBase.get_attn_backend_cls",
+            ("cls", "selected_backend", "attn_selector_config", "num_heads"),
+        ),
+        Lines(
+            f"{PLATFORM}:CudaPlatformBase.get_attn_backend_cls",
+            "backend_class.validate_configuration(device_capability=device_capability, "
+            "**attn_selector_config._asdict())",
+        ),
+        Lines(f"{PLATFORM}:CudaPlatformBase.get_attn_backend_cls", "return _backend_cls_path(selected_backend_class)"),
+        Parameters("vllm.platforms.interface:Platform.is_cuda", ("self",)),
+        Lines(
+            f"{SELECTOR}:_cached_get_attn_backend",
+            "current_platform.get_attn_backend_cls(backend, attn_selector_config=attn_selector_config, "
+            "num_heads=num_heads)",
+        ),
+        Lines(f"{SELECTOR}:_cached_get_attn_backend", "backend = resolve_obj_by_qualname(attention_cls)"),
         # The classes that ours extend, and the methods that ours override.
         Names(
             BASE,
