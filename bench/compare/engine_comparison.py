@@ -67,6 +67,7 @@ class Comparison:
         served: whether requests go to the engine's server, as streams.
         folders: where to look for an engine's packages first.
         out: folder of the checkpoints.
+        logs: folder that keeps what each process says, None: it is shown if the process fails.
     """
 
     shape: str
@@ -86,6 +87,7 @@ class Comparison:
     served: bool
     folders: dict[str, list[str]]
     out: Path
+    logs: Path | None
     device: torch.device
 
     @property
@@ -249,7 +251,9 @@ def run_engine(
         served=c.served,
     )
     with TemporaryDirectory() as folder:
-        source, target, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
+        source, target = Path(folder) / "job.json", Path(folder) / "out.json"
+        log = (c.logs or Path(folder)) / f"{engine}-{algorithm}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
         source.write_text(json.dumps(asdict(job)))
         command = [sys.executable, "-m", "specdec_kernels.bench.compare.engines.worker", str(source), str(target)]
         failure = run_limited(command, c.folders.get(engine, []), log, c.limit)

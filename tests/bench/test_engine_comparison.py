@@ -266,9 +266,11 @@ def test_runs_of_batches_use_no_ngram_text_twice() -> None:
 def test_bench_engines_names_an_engine_that_exceeds_the_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--batch", "1", "--algorithm", "plain", "--engines", "ours", "--limit", "0.05"]
+    logs = tmp_path / "logs"
+    options = ["--batch", "1", "--algorithm", "plain", "--engines", "ours", "--limit", "0.05", "--logs", str(logs)]
     assert bench_engines(*options, "--out", str(tmp_path), "--json", str(tmp_path / "run.json")) == 2
     assert "engines: ours plain took more than 0.05 s" in capsys.readouterr().err
+    assert (logs / "ours-plain.log").exists()
     (result,) = json.loads((tmp_path / "run.json").read_text())["results"]
     assert result["skipped"] == "ours took more than 0.05 s" and "facts" not in result
 

@@ -86,6 +86,9 @@ def add_command(bench: CommandParser) -> None:
     )
     add_device(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the checkpoints")
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="folder that keeps what each process says (shown if it fails)"
+    )
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -134,5 +137,6 @@ def comparison_of(args: argparse.Namespace, device: Any) -> Any:
         served=args.served,
         folders=dict(args.path),
         out=args.out,
+        logs=args.logs,
         device=device,
     )
