@@ -181,7 +181,27 @@ def merge_state_v2(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[
     return (weights[0] * v_a + weights[1] * v_b).to(v_a.dtype), torch.logaddexp(s_a, s_b)
 
 
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, initial_state: Tensor,
+    output_final_state: bool, use_qk_l2norm_in_kernel: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Emulate FLA's kernels, whose states are [B, Hv, dk, dv]."""
+    assert output_final_state and use_qk_l2norm_in_kernel and q.shape[2] == v.shape[2]
+    q, k = (x.float() / (x.float().square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    state, out = initial_state.clone(), torch.empty_like(v)
+    for i in range(q.shape[1]):
+        state = state * g[:, i].exp().view(*state.shape[:2], -1, 1)
+        u = beta[:, i, :, None] * (v[:, i] - torch.einsum("bhd,bhdv->bhv", k[:, i], state))
+        state = state + torch.einsum("bhd,bhv->bhdv", k[:, i], u)
+        out[:, i] = torch.einsum("bhd,bhdv->bhv", q[:, i] * scale, state)
+    return out, state
+
+
 DOUBLES = {
+    "fla.ops.gated_delta_rule": SimpleNamespace(
+        fused_recurrent_gated_delta_rule=delta_rule, chunk_gated_delta_rule=delta_rule
+    ),
+    "fla.ops.kda": SimpleNamespace(fused_recurrent_kda=delta_rule, chunk_kda=delta_rule),
     "flashinfer.prefill": SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=PrefillWrapper),
     "flashinfer.decode": SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa),
     "sgl_kernel.flash_attn": SimpleNamespace(
@@ -205,7 +225,7 @@ DOUBLES = {
 
 @pytest.fixture
 def baseline_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sglang, baselines.flashinfer, baselines.flash_attention):
+    for module in (sglang, baselines.flashinfer, baselines.flash_attention, baselines.fla):
         monkeypatch.setattr(module, "module", lambda name, _device: DOUBLES[name])
 
 
@@ -257,6 +277,25 @@ def test_sglang_baseline_check_finds_another_tree() -> None:
     ):
         with pytest.raises(WrongResult, match="tree 0 differs"):
             compare(tokens, first_child, next_sibling)
+
+
+@pytest.mark.parametrize(
+    ("recurrence", "mode", "nodes", "others"),
+    [
+        ("gated-delta", "tree", 1, ["fla fused_recurrent"]),
+        ("gated-delta", "tree", 4, []),
+        ("gated-delta", "chain", 64, ["fla fused_recurrent", "fla chunk"]),
+        ("kda", "chain", 3, ["fla fused_recurrent"]),
+        ("mamba2", "chain", 3, []),
+    ],
+)
+def test_fla_baselines_of_tree_recurrence(
+    recurrence: str, mode: str, nodes: int, others: list[str], baseline_doubles: None
+) -> None:
+    params = {"recurrence": recurrence, "mode": mode, "batch": 2, "nodes": nodes, "dtype": "bfloat16"}
+    work = CASES["tree_recurrence"].make(CPU, params)
+    check(work)
+    assert [other.name for other in work.others] == others
 
 
 MASKED, XQA, CHAIN, PASSES = "flashinfer custom mask", "flashinfer xqa", "fa3 causal chain", "fa3 two passes"

@@ -2,7 +2,7 @@
 
 An adapter makes baselines for a case: it allocates what the package's own engine allocates per round, calls the
 package's functions, and compares their results with the reference. Written for sglang 0.5.23,
-flashinfer-python 0.7.2 and arctic-inference 0.3.0.
+flashinfer-python 0.7.2, arctic-inference 0.3.0 and flash-linear-attention 0.4.
 """
 
 from __future__ import annotations

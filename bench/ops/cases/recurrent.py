@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 import specdec_kernels as sd
 from specdec_kernels.reference import recurrent as reference
 
+from ..baselines import fla
 from ..check import bytes_of, expect_equal, expect_near, poisoned
-from ..harness import Case, Params, Work
+from ..harness import Baseline, Case, Params, Work
 from .trees import mask_words, random_parents, visible_nodes
 
 ACCEPTED = 3  # nodes of each pending path
@@ -96,25 +98,31 @@ def tree_recurrence(device: torch.device, p: Params) -> Work:
     shape, state, records = make_layer(device, p)
     requests, dtype = make_requests(device, p), getattr(torch, p["dtype"])
     rows = p["batch"] * p["nodes"]
-    q, k = (torch.randn(rows, shape.key_heads, shape.key_dim, device=device).to(dtype) for _ in "qk")
+    q, k = (
+        (torch.randn(rows, shape.key_heads, shape.key_dim, device=device) / shape.key_dim**0.5).to(dtype) for _ in "qk"
+    )
     v = torch.randn(rows, shape.value_heads, shape.value_dim, device=device).to(dtype)
     g = -torch.rand(rows, *records.g.shape[3:], device=device)
     beta = None if p["recurrence"] == "mamba2" else torch.rand(rows, shape.value_heads, device=device)
     out = poisoned(*v.shape, dtype=dtype, device=device)
-    options: dict[str, Any] = {"scale": shape.key_dim**-0.5, "l2norm_eps": 1e-6}
+    options: dict[str, Any] = {"scale": shape.key_dim**-0.5}
+    if p["recurrence"] != "mamba2":
+        options["l2norm_eps"] = 1e-6
     checked = min(p["batch"], CHECKED_REQUESTS)
     before, records_before = (
         state[:checked].cpu().clone(),
         sd.RecurrentRecords(*(x[:, :checked].cpu() for x in records)),
     )
 
-    def check() -> None:
+    def check_out(got: Tensor, with_state: bool = False) -> None:
         want_state, own = before.double(), requests.first(checked)
         count = int(own["cu_seqlens"][-1])
         parts = [None if x is None else x[:count].cpu() for x in (q, k, v, g, beta)]
         want_records = sd.RecurrentRecords(*(x.double() for x in records_before))
         want = reference.tree_recurrence(*parts, want_state, want_records, **own, **options)
-        expect_near("out", out[:count], want, ERRORS[p["dtype"]])
+        expect_near("out", got[:count], want, ERRORS[p["dtype"]])
+        if not with_state:
+            return
         expect_near("state", state[:checked], want_state, 1e-5)
         if requests.mask is not None:
             expect_near("records.u", records.u[1, :checked], want_records.u[1], 1e-5)
@@ -124,12 +132,19 @@ def tree_recurrence(device: torch.device, p: Params) -> Work:
         accepted = min(ACCEPTED, p["nodes"])
         moved += requests.mask.nbytes + record_bytes(records, accepted) + record_bytes(records, p["nodes"])
     paths, lens, ends, mask = requests
+    packages: Sequence[Baseline] = ()
+    if beta is not None and (mask is None or p["nodes"] == 1):
+        committed = state.clone()
+        sd.commit_recurrence(committed, records, paths)
+        rows_of_requests = [x.unflatten(0, (p["batch"], p["nodes"])) for x in (q, k, v, g, beta)]
+        packages = fla.tree_recurrence(p["recurrence"], rows_of_requests, committed, options["scale"], check_out)
     return Work(
         call=lambda: sd.tree_recurrence(
             q, k, v, g, beta, state, records, paths, lens, ends, mask=mask, out=out, **options
         ),
-        check=check,
+        check=lambda: check_out(out, with_state=True),
         bytes_moved=moved,
+        packages=packages,
     )
 
 
