@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor
 from specdec_kernels import Status
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.layers.mixer import attach_caches, mixers_of, state_specs_of
-from specdec_kernels.models.layers.paged_batch import PagedBatch
+from specdec_kernels.models.layers.paged_batch import PagedBatch, Sequences
+from specdec_kernels.models.layers.recurrent import KimiDeltaAttention
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.state_cache import ConvSpec, RecurrenceSpec, StateCache, StateSpec, bytes_of
 from support.exhaustive import thinned
@@ -134,6 +136,45 @@ def test_accepted_paths_continue_as_their_texts_do(case: str, device: torch.devi
             paths.append(path_to(int(torch.randint(len(links), ())), links))
             first += len(links)
         slots.accept(batch, tokens, paths)
+
+
+@torch.inference_mode()
+def test_kimi_delta_attention_computes_what_its_module_does(device: torch.device) -> None:
+    """Each node of a tree has the output of its path, after a prompt in two chunks and an accepted path."""
+    kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    config = kimi.KimiLinearConfig(
+        hidden_size=24, linear_num_heads=2, linear_head_dim=16, num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(6)
+    module = kimi.KimiLinearDeltaAttention(config, 0).eval()
+    for parameter in module.parameters():
+        parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.dim() > 1 else 1.0))
+    mixer = KimiDeltaAttention.of(deepcopy(module).to(device))
+    states = StateCache.allocate(state_specs_of([mixer]), 1, NODES, NODES, device)
+    mixer.cache = states.layers[0]
+    x, slot, status = torch.randn(9 + 4 + 3, 24), ints([0], device), ints([0], device)
+
+    def run(begin: int, end: int, length: int, parents: list[int] | None = None) -> Tensor:
+        mask = None
+        if parents is not None:
+            paths = [path_to(node, parents) for node in range(len(parents))]
+            mask = torch.tensor([[sum(1 << at for at in path)] for path in paths], device=device)
+        rows = Sequences(slot, ints([0, end - begin], device), ints([length], device), mask, status)
+        return mixer.out(mixer.mix(x[begin:end].to(device), rows)).cpu()
+
+    def alone(rows: list[int]) -> Tensor:
+        out: Tensor = module(x[rows][None])[0]
+        return out
+
+    prompt = torch.cat([run(0, 5, 0), run(5, 9, 5)])
+    expect_close(prompt, alone(list(range(9))))
+    first, second = [-1, 0, 0, 2], [-1, 0, 0]
+    for parents, begin, text in ((first, 9, list(range(9))), (second, 13, [*range(9), 9, 11])):
+        outputs = run(begin, begin + len(parents), len(text), parents)
+        for node in range(len(parents)):
+            expect_close(outputs[node], alone([*text, *(begin + at for at in path_to(node, parents))])[-1])
+        states.move(ints([[0, 2, 2, 2, 2, 2]], device), ints([2], device), slots=slot, status=status)
 
 
 @torch.inference_mode()

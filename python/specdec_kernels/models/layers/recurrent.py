@@ -1,4 +1,4 @@
-"""Mixers that keep a recurrent state: gated delta nets, Mamba 2 and short convolutions.
+"""Mixers that keep a recurrent state: gated delta nets, Kimi delta attention, Mamba 2 and short convolutions.
 
 Each is a projection, a causal convolution over a few tokens, a linear recurrence in float32 (`tree_recurrence`) and a
 gate. The ops work on chains and trees alike, from the state of a slot and what it recorded of its last tree.
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ...ops import tree_conv1d, tree_recurrence
 from ..state_cache import ConvSpec, LayerState, RecurrenceSpec, StateSpec
-from .linear import Linear, Projection
+from .linear import Linear, Projection, fused, linear_of
 from .norm import RMSNorm
 from .paged_batch import PagedBatch, Sequences
 
@@ -199,6 +199,64 @@ class GatedDeltaNet(RecurrentMixer):
             l2norm_eps=self.EPS,
         )
         return self.norm(out, gate.view(out.shape)).flatten(-2)
+
+
+@dataclass
+class KimiDeltaAttention(RecurrentMixer):
+    """Kimi Delta Attention (arXiv 2510.26692): a gated delta rule with a decay for each channel of a key.
+
+    No family has it yet: the attention of Kimi-Linear's other layers is latent.
+    """
+
+    in_proj: Linear  # [3 * heads * dim, H]: queries, keys, values
+    gates_proj: Linear  # [2 * dim + heads, H]: what decays and gates are made of, logits of beta
+    decays_proj: Linear  # [heads * dim, dim]
+    gate_proj: Linear  # [heads * dim, dim]
+    decay: Tensor  # [heads, 1] float32, -exp(A_log)
+    dt_bias: Tensor  # [heads * dim]
+    norm: GatedRMSNorm  # of each head
+    sizes: RecurrenceSpec
+
+    EPS = 1e-6  # of the L2 norms
+
+    @classmethod
+    def of(cls, module: Any) -> KimiDeltaAttention:
+        """Return the mixer of a module of Kimi-Linear."""
+        heads, dim, forget = module.num_heads, module.head_dim, module.forget_gate
+        return cls(
+            conv=Conv.of(module.conv1d, "silu"),
+            out=linear_of(module.o_proj),
+            in_proj=fused(module.q_proj, module.k_proj, module.v_proj),
+            gates_proj=fused(forget.f_a_proj, module.g_a_proj, module.b_proj),
+            decays_proj=linear_of(forget.f_b_proj),
+            gate_proj=linear_of(module.g_b_proj),
+            decay=-forget.A_log.detach().float().exp().view(heads, 1),
+            dt_bias=forget.dt_bias.detach(),
+            norm=GatedRMSNorm(module.o_norm.weight.detach(), module.o_norm.variance_epsilon, activation=torch.sigmoid),
+            sizes=RecurrenceSpec(heads, heads, dim, dim, decays_by_channel=True),
+        )
+
+    @property
+    def recurrence_spec(self) -> RecurrenceSpec:
+        return self.sizes
+
+    def mix(self, x: Tensor, rows: Sequences) -> Tensor:
+        heads, dim = self.sizes.value_heads, self.sizes.value_dim
+        q, k, v = self.conv(self.in_proj(x), self.cache, rows).chunk(3, dim=-1)
+        decays, gate, beta = torch.split(self.gates_proj(x), [dim, dim, heads], dim=-1)
+        steps = functional.softplus(self.decays_proj(decays.contiguous()).float() + self.dt_bias)
+        out = recurrence(
+            heads_of(q, heads),
+            heads_of(k, heads),
+            heads_of(v, heads),
+            self.decay * heads_of(steps, heads),
+            beta.float().sigmoid(),
+            self.cache,
+            rows,
+            scale=dim**-0.5,
+            l2norm_eps=self.EPS,
+        )
+        return self.norm(out, heads_of(self.gate_proj(gate.contiguous()), heads)).flatten(-2)
 
 
 @dataclass
