@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec_kernels import cli
 from specdec_kernels.cli import speculative_flags
-from specdec_kernels.engine import MTP
+from specdec_kernels.engine import MTP, Ngram
 from specdec_kernels.models.weights.mtp_layouts import MIMO
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
@@ -107,6 +107,8 @@ def test_flags_make_the_draft(capsys: Capture) -> None:
     args = parser.parse_args(["--speculative-algorithm", "nextn", "--speculative-num-steps", "2"])
     assert args.speculative_algorithm == "MTP"
     assert speculative_flags.draft_of(args, "MTP", None, topk=1) == MTP(num_steps=2, topk=1)
+    both = speculative_flags.draft_of(args, "MTP+NGRAM", None, topk=1)
+    assert both is not None and both.members == (MTP(num_steps=2, topk=1, num_nodes=48), Ngram(num_nodes=48, corpus=[]))
     assert cli.main(["doctor", "anywhere", "--speculative-algorithm", "EAGLE3"]) == 2
     message = "--speculative-draft-model-path is missing, expected a folder or hub id (MTP needs none)"
     assert capsys.readouterr().err == f"specdec doctor: {message}\n"

@@ -152,6 +152,20 @@ def test_drafts_without_an_mtp_layer_leave_its_tensors_out(name: str, tmp_path: 
         assert texts(engine, prompts) == expected
 
 
+def test_drafts_among_frequent_tokens_alone_keep_the_text(tmp_path: Path) -> None:
+    folder, prompts = write_target_with_mtp(tmp_path / "target", "mimo"), random_prompts(2)
+    torch.save(torch.arange(0, 150, 3), tmp_path / "frequent.pt")
+    with make_engine(folder, None) as engine:
+        expected = texts(engine, prompts)
+    with make_engine(folder, MTP(vocabulary=tmp_path / "frequent.pt", **TREE)) as engine, patched() as patch:
+        drafted = record_chains(engine, patch)
+        assert texts(engine, prompts) == expected
+    assert all(token % 3 == 0 for _, tree in drafted for token in tree)
+    with pytest.raises(ValueError) as error:
+        make_engine(folder, MTP(vocabulary=tmp_path / "frequent.pt", num_steps=2, topk=60))
+    assert str(error.value) == "MTP: vocabulary has 50 tokens, expected at least topk=60"
+
+
 def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         MTP(3)  # type: ignore[arg-type]

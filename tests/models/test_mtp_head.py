@@ -140,6 +140,17 @@ def test_embedding_and_head_that_differ_from_the_target_s_are_the_layer_s_own(tm
     close(logits, theirs)
 
 
+def test_head_drafts_among_some_tokens(tmp_path: Path) -> None:
+    """The rows of its logits are those of the whole head at these tokens."""
+    folder = write_target_with_mtp(tmp_path / "target", "glm4_moe")
+    target = target_of(folder)
+    whole = drafted(head_of(folder, target), target)[1][0]
+    head, ids = head_of(folder, target), list(range(3, 90, 2))
+    head.draft_among(ids)
+    assert head.id_map.tolist() == ids
+    torch.testing.assert_close(drafted(head, target)[1][0], whole[ids])
+
+
 def rewrite(folder: Path, change: Any) -> None:
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})

@@ -161,12 +161,12 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     Raises:
         ValueError: flags that the algorithm does not use, or that it lacks; options out of range.
     """
-    from ..engine import Eagle3, Ngram, Union
+    from ..engine import Ngram, Union
 
     if ":" in algorithm:
         return own_draft(args, algorithm)(head)
     with_model = algorithm not in ("NONE", "NGRAM")
-    if with_model and head is None and algorithm != "MTP":
+    if with_model and head is None and not algorithm.startswith("MTP"):
         raise ValueError(f"--speculative-draft-model-path is missing, expected a folder or hub id for {algorithm}")
     if not with_model and head is not None:
         raise ValueError(f"--speculative-draft-model-path is {head}, expected none for {algorithm}")
@@ -183,10 +183,10 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
         return None
     if algorithm == "NGRAM":
         return Ngram(corpus=corpus) if nodes is None else Ngram(num_nodes=nodes, corpus=corpus)
-    if algorithm == "EAGLE3+NGRAM":
+    if algorithm.endswith("+NGRAM"):
         both = 48 if nodes is None else nodes
-        eagle = Eagle3(head, **{**model, "num_nodes": both})
-        return Union(eagle, Ngram(num_nodes=both, corpus=corpus), num_nodes=both)
+        first = draft_class(algorithm.removesuffix("+NGRAM"))(head, **{**model, "num_nodes": both})
+        return Union(first, Ngram(num_nodes=both, corpus=corpus), num_nodes=both)
     return draft_class(algorithm)(head, **model)
 
 

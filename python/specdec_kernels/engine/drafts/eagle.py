@@ -32,6 +32,10 @@ class HeadDraft(ModelDraft):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_head()
+
+    def check_head(self) -> None:
+        """Raise a ValueError for a head of another type than the class takes."""
         if not isinstance(self.head, str | Path | HeadCheckpoint | self.kind):
             name, given = type(self).__name__, f"a {type(self.head).__name__}"
             raise ValueError(f"{name}: head is {given}, expected a folder, a hub id or an {self.kind.__name__}")
@@ -102,6 +106,39 @@ class HeadDraft(ModelDraft):
 
 
 @dataclass
+class FrequentTokensDraft(HeadDraft):
+    """A draft with a head that may draft among a part of the target's tokens (`vocabulary`)."""
+
+    vocabulary: str | Path | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vocabulary is not None and not isinstance(self.vocabulary, str | Path):
+            name, given = type(self).__name__, f"a {type(self.vocabulary).__name__}"
+            raise ValueError(f"{name}: vocabulary is {given}, expected a file of token ids or None")
+
+    def check_vocabulary(self, vocab: int) -> None:
+        """Raise a ValueError for fewer than `topk` tokens, or what `frequent_tokens` refuses."""
+        if self.vocabulary is not None and (count := len(self._frequent_tokens(vocab))) < self.topk:
+            name = type(self).__name__
+            raise ValueError(f"{name}: vocabulary has {count} tokens, expected at least topk={self.topk}")
+
+    def load(self, context: DraftContext) -> DraftHead:
+        module = self.load_whole(context)
+        if self.vocabulary is not None:
+            module.draft_among(self._frequent_tokens(context.vocab_size))
+        return module
+
+    def load_whole(self, context: DraftContext) -> DraftHead:
+        """Return the loaded head, which drafts among all tokens."""
+        return super().load(context)
+
+    def _frequent_tokens(self, vocab: int) -> list[int]:
+        assert self.vocabulary is not None
+        return frequent_tokens(self.vocabulary, vocab, f"{type(self).__name__}: vocabulary")
+
+
+@dataclass
 class Eagle3(HeadDraft):
     """Drafts with an EAGLE-3 head (arXiv 2503.01840).
 
@@ -129,7 +166,7 @@ class Eagle3(HeadDraft):
 
 
 @dataclass
-class Eagle(HeadDraft):
+class Eagle(FrequentTokensDraft):
     """Drafts with a head of EAGLE or EAGLE-2 (arXiv 2401.15077, 2406.16858).
 
     Args:
@@ -145,34 +182,14 @@ class Eagle(HeadDraft):
     """
 
     head: str | Path | HeadCheckpoint | EagleHead
-    vocabulary: str | Path | None = field(default=None, kw_only=True)
 
     kind = EagleHead
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.vocabulary is not None and not isinstance(self.vocabulary, str | Path):
-            given = f"a {type(self.vocabulary).__name__}"
-            raise ValueError(f"Eagle: vocabulary is {given}, expected a file of token ids or None")
-
     def needs(self, target: Any) -> Needs:
-        if self.vocabulary is not None:
-            if own_vocabulary(self.kind, self.head):
-                raise ValueError("Eagle: vocabulary is given, expected None for a head with a vocabulary of its own")
-            if (count := len(self._frequent_tokens(target.vocab_size))) < self.topk:
-                raise ValueError(f"Eagle: vocabulary has {count} tokens, expected at least topk={self.topk}")
+        if self.vocabulary is not None and own_vocabulary(self.kind, self.head):
+            raise ValueError("Eagle: vocabulary is given, expected None for a head with a vocabulary of its own")
+        self.check_vocabulary(target.vocab_size)
         return super().needs(target)
-
-    def load(self, context: DraftContext) -> DraftHead:
-        module = super().load(context)
-        assert isinstance(module, EagleHead)
-        if self.vocabulary is not None:
-            module.draft_among(self._frequent_tokens(context.vocab_size))
-        return module
-
-    def _frequent_tokens(self, vocab: int) -> list[int]:
-        assert self.vocabulary is not None
-        return frequent_tokens(self.vocabulary, vocab, "Eagle: vocabulary")
 
     def feature_layers(self, config: Any, num_target_layers: int) -> tuple[int, ...]:
         # The head's feature is the state after the target's final norm, which it makes from the one entering it.

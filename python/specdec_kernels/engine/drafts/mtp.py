@@ -12,13 +12,12 @@ from typing import Any
 from ...models.heads.mtp import MtpCheckpoint, MtpHead, load_mtp_head
 from ...models.weights.model_config import model_name
 from .context import DraftContext
-from .eagle import HeadDraft
-from .model import ModelDraft
+from .eagle import FrequentTokensDraft
 from .needs import Needs
 
 
 @dataclass
-class MTP(HeadDraft):
+class MTP(FrequentTokensDraft):
     """Drafts with a multi-token-prediction (MTP) layer, such as GLM-4.5's or MiMo's (docs/heads.md).
 
     The layer is applied once for each step.
@@ -26,6 +25,7 @@ class MTP(HeadDraft):
     Args:
         head: folder or hub id of a language model with the layer, or an `MtpHead`; None: the target's own checkpoint.
         num_steps, topk, num_nodes, sampled: as for `Eagle3`.
+        vocabulary: as for `Eagle`.
 
     Raises:
         ValueError: as for `Eagle3`; a checkpoint without an MTP layer, or with several.
@@ -35,8 +35,7 @@ class MTP(HeadDraft):
 
     kind = MtpHead
 
-    def __post_init__(self) -> None:
-        ModelDraft.__post_init__(self)
+    def check_head(self) -> None:
         if self.head is not None and not isinstance(self.head, str | Path | MtpHead):
             given = f"a {type(self.head).__name__}"
             raise ValueError(f"MTP: head is {given}, expected a folder, a hub id, an MtpHead or None")
@@ -50,11 +49,12 @@ class MTP(HeadDraft):
         return self.module.prefix if self.head is None and self.is_open else ""
 
     def needs(self, target: Any) -> Needs:
+        self.check_vocabulary(target.vocab_size)
         source = self.source(target)
         needs = self.model_needs(source.config, 1, feature_layers=(target.num_hidden_layers,))
         return replace(needs, tensor_prefixes=(source.prefix,) if self.head is None else ())
 
-    def load(self, context: DraftContext) -> MtpHead:
+    def load_whole(self, context: DraftContext) -> MtpHead:
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
         return load_mtp_head(self.source(context.target.config), context.target, **sizes)
 

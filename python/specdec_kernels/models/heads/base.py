@@ -134,6 +134,7 @@ class DraftHead(nn.Module):
     embed_tokens: nn.Embedding
     pools: KvPools
     is_given = False  # whether the parameters are the caller's
+    _among: list[int] | None = None  # the target's tokens that it predicts; None: all
     has_own_width: ClassVar[bool] = False  # whether its layers may have another width than the target's
     prefix = ""
 
@@ -177,6 +178,15 @@ class DraftHead(nn.Module):
     def _make_parts(self) -> Any:
         """Return what `forward` computes with: `layers`, and what precedes and follows them."""
         raise NotImplementedError
+
+    def draft_among(self, ids: list[int]) -> None:
+        """Predict only these tokens of the target, by a copy of their rows of `lm_head`."""
+        self._among = ids
+        # This head may be a shallow copy of a given module, whose dict of buffers it shares.
+        id_map = torch.tensor(ids, dtype=torch.int32, device=self.fc.weight.device)
+        self._buffers = self._buffers | {"id_map": id_map}
+        self._parts = self._make_parts()
+        self._hold(self.pools)
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.named_parameters(remove_duplicate=False)

@@ -37,7 +37,6 @@ class EagleHead(DraftHead):
 
     kind, name = EAGLE, "EAGLE"
     _parts: EagleParts
-    _among: list[int] | None = None  # the target's tokens that it predicts; None: all
 
     def __init__(self, config: LlamaConfig, parts: Parts | None = None, draft_vocab: int | None = None) -> None:
         super().__init__(config)
@@ -73,14 +72,6 @@ class EagleHead(DraftHead):
             layers=self._make_layers(),
             head=head if self._among is None else head.permute_outputs(self._among),
         )
-
-    def draft_among(self, ids: list[int]) -> None:
-        """Predict only these tokens of the target, by a copy of their rows of `lm_head`."""
-        self._among = ids
-        self._parts = self._parts._replace(head=self._parts.head.permute_outputs(ids))
-        # This head may be a shallow copy of a given module, whose dict of buffers it shares.
-        id_map = torch.tensor(ids, dtype=torch.int32, device=self.embed_tokens.weight.device)
-        self._buffers = self._buffers | {"id_map": id_map}
 
     def join(self, features: Tensor) -> Tensor:
         """Return the states after the target's final norm [..., H], from those before it."""

@@ -148,6 +148,9 @@ class MtpHead(DraftHead):
     def _make_parts(self) -> MtpParts:
         family: Any = family_of(self.config, NAME)
         decoder = family.decoder(self.lm, self._max_len, self.fc.weight.device)
+        head = decoder.head
+        if self._among is not None:
+            head = head._replace(linear=head.linear.permute_outputs(self._among))
         return MtpParts(
             embeddings=self.lm.get_input_embeddings().weight.detach(),
             embedding_norm=family.norm(self.embedding_norm),
@@ -155,7 +158,7 @@ class MtpHead(DraftHead):
             fc=linear_of(self.fc),
             layers=decoder.layers,
             norm=decoder.norm,
-            head=decoder.head,
+            head=head,
         )
 
     def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
