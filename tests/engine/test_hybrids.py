@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
 import time
 from collections.abc import Callable
@@ -190,6 +191,42 @@ def test_batch_invariant_text_does_not_depend_on_others(dense_draft: Path, devic
         together = engine.generate(random_prompts(), params)
         alone = [engine.generate([prompt], params)[0] for prompt in random_prompts()]
     assert [output.tokens for output in together] == [output.tokens for output in alone]
+
+
+@pytest.mark.parametrize(
+    ("case", "count"), [("lfm2", 24), *exhaustive(("qwen3_next", 200), ("falcon_h1", 200), ("nemotron_h", 200))]
+)
+def test_requests_of_all_kinds_end_as_they_do_alone(case: str, count: int, device: torch.device) -> None:
+    """Through a pool that is too small for them, with cancels, and drafts for some, by rounds of any size."""
+    rng, module = random.Random(case), module_of(case)
+    texts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 30, 60]))] for _ in range(8)]
+    kinds = [replace(GREEDY, max_new_tokens=40, seed=i, temperature=0.9 * (i % 2)) for i in range(len(texts))]
+    with make_engine(module, None, device) as engine:
+        alone = engine.generate(texts, kinds)
+    chosen = [rng.randrange(len(texts)) for _ in range(count)]
+    params = [
+        replace(
+            kinds[index],
+            max_new_tokens=rng.randint(1, 40),
+            speculation=rng.choice(["on", "off", 3]),
+            prediction=list(alone[index].tokens) if rng.random() < 0.5 else None,
+        )
+        for index in chosen
+    ]
+    options = {"adaptive": True, "page_size": 4, "num_pages": 48, "num_slots": 5, "rounds_in_flight": 2}
+    comparison, cancelled = Comparison(module), set(rng.sample(range(count), count // 6))
+    with make_engine(module, Ngram(num_nodes=8), device, **(options | {"prefill_chunk": 16})) as engine:
+        requests = engine.submit_many([texts[index] for index in chosen], params)
+        for at, request in enumerate(requests):
+            if at in cancelled:
+                request.cancel()
+        outputs = [request.result() for request in requests]
+        assert engine.stats().retractions > 0
+    for at, (index, output) in enumerate(zip(chosen, outputs, strict=True)):
+        if output.tokens:
+            comparison.check(texts[index], list(output.tokens), list(alone[index].tokens), params[at])
+        assert at in cancelled or len(output.tokens) == params[at].max_new_tokens
+    assert len(comparison.near_ties) <= 1 + count // 50
 
 
 @pytest.mark.parametrize("case", ["qwen3_next", *exhaustive("falcon_h1", "nemotron_h latent", "lfm2_moe")])
