@@ -85,7 +85,7 @@ def dense_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("draft") / "llama", "llama", vocab_size=VOCAB)
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", *exhaustive("qwen3_next", "nemotron_h", "bamba recurrent last")])
+@pytest.mark.parametrize("case", ["qwen3_5", *exhaustive("qwen3_next", "nemotron_h", "bamba recurrent last", "zamba2")])
 def test_eagle3_trees_read_the_states_that_enter_layers(case: str, device: torch.device) -> None:
     changes = {"mamba_n_heads": 32} if "bamba" in case else {}
     module = hybrid_module(case, **(WIDE | changes))
@@ -229,7 +229,9 @@ def test_requests_of_all_kinds_end_as_they_do_alone(case: str, count: int, devic
     assert len(comparison.near_ties) <= 1 + count // 50
 
 
-@pytest.mark.parametrize("case", ["qwen3_next", *exhaustive("falcon_h1", "nemotron_h latent", "lfm2_moe")])
+@pytest.mark.parametrize(
+    "case", ["qwen3_next", *exhaustive("falcon_h1", "nemotron_h latent", "lfm2_moe", "zamba2 adapters")]
+)
 def test_new_weights_and_sleep_leave_states_and_graphs_as_they_are(case: str, device: torch.device) -> None:
     module, other = module_of(case), hybrid_module(case, seed=8)
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}

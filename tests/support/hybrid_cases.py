@@ -37,6 +37,10 @@ NEMOTRON = {
     "num_hidden_layers": 5, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2,
     "ssm_state_size": 10, "n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
 }  # fmt: skip
+ZAMBA = {
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 5,
+    "num_key_value_heads": 4, "time_step_min": 1e-6, "num_mem_blocks": 2, "mamba_d_state": 12, "n_mamba_heads": 8, "mamba_ngroups": 2, "adapter_rank": 6,
+}  # fmt: skip
 CONV = {"layer_types": ["conv", "full_attention"] * 2}
 
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,6 +61,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         NEMOTRON | {"moe_latent_size": 24, "layers_block_type": ["moe", "full_attention", "mlp", "linear_attention", "mlp"]},
     ),
+    "zamba2": ("zamba2", ZAMBA),
+    "zamba2 adapters": ("zamba2", ZAMBA | {"use_shared_attention_adapter": True, "use_mem_rope": True}),
     "lfm2": ("lfm2", CONV),
     "lfm2 bias": ("lfm2", CONV | {"conv_bias": True, "conv_L_cache": 4}),
     "lfm2_moe": (

@@ -167,6 +167,11 @@ MORE: dict[str, dict[str, Any]] = {
     "xlm": {"causal": True},
     "xlnet": {"d_head": 16, "d_inner": 64},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "num_key_value_heads": 4,
+        "mamba_d_state": 16, "n_mamba_heads": 8, "mamba_headdim": 16, "attention_hidden_size": 128,
+        "attention_head_dim": 32, "head_dim": 32, "adapter_rank": 8,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2},
     "gemma4": GEMMA4,
@@ -268,4 +273,8 @@ def published(name: str, model_type: str) -> str:
 
 # Native families: head dimensions of our kernels.
 NATIVE = {"hidden_size": 256, "head_dim": 64}
-NATIVE_OF = {"bamba": {"mamba_n_heads": 32}, "granitemoehybrid": {"mamba_n_heads": 32}}  # and of these types
+NATIVE_OF = {  # and of these types
+    "bamba": {"mamba_n_heads": 32},
+    "granitemoehybrid": {"mamba_n_heads": 32},
+    "zamba2": {"mamba_headdim": 64, "attention_hidden_size": 512, "attention_head_dim": 128, "head_dim": 128},
+}

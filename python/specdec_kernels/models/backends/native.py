@@ -95,7 +95,11 @@ class CausalLM(PagedModel):
         self.feature_layers = tuple(options.feature_layers)
         self._kept_layers = sorted(set(options.feature_layers))
         layouts, states = kv_layouts_of(self._mixers), state_specs_of(self._mixers)
-        assert states == family.state_specs(options.dtype), "the family says of its states what its mixers keep"
+        if states != family.state_specs(options.dtype):
+            raise ModuleMismatchError(
+                f"{options.name}: layers keep recurrent states of other sizes than those in the config, "
+                "expected the same"
+            )
         if options.shard.size == 1:  # the module of a shard has no reductions
             self._check(layouts, states, options)
         if states:
@@ -217,7 +221,7 @@ class CausalLM(PagedModel):
         """Concatenate the feature layers' states in the order that was asked for."""
         if not self.feature_layers:
             return None
-        kept = kept.view(*tokens.shape, *kept.shape[1:])
+        kept = kept.view(*tokens.shape, *kept.shape[1:])[..., : self.hidden_size]  # what follows is no state
         if list(self.feature_layers) == self._kept_layers:
             return kept.flatten(-2)
         return torch.cat([kept[..., self._kept_layers.index(layer), :] for layer in self.feature_layers], dim=-1)

@@ -88,6 +88,7 @@ from .solar_open import SolarOpen
 from .stablelm import StableLm
 from .starcoder2 import Starcoder2
 from .vaultgemma import VaultGemma
+from .zamba2 import Zamba2
 
 __all__ = [
     "Afmoe",
@@ -165,6 +166,7 @@ __all__ = [
     "StableLm",
     "Starcoder2",
     "VaultGemma",
+    "Zamba2",
     "check_length",
     "family_of",
     "head_dim_of",

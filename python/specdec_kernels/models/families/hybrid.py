@@ -55,8 +55,13 @@ class Mamba2Hybrid(Hybrid):
 
     def check(self, name: str = "model") -> None:
         super().check(name)
-        if (act := getattr(self.config, self.act_name)) != "silu":
+        if (act := self.conv_activation) != "silu":
             raise ValueError(f"{name}: {self.act_name} is {act!r}, expected 'silu'")
+
+    @property
+    def conv_activation(self) -> str:
+        name: str = getattr(self.config, self.act_name)
+        return name
 
     @property
     def mamba_sizes(self) -> RecurrenceSpec:
@@ -79,7 +84,12 @@ class Mamba2Hybrid(Hybrid):
         return GatedRMSNorm(norm.weight.detach(), norm.variance_epsilon, self.mamba_sizes.key_heads, gates_first=True)
 
     def mamba(self, module: Any) -> Mamba2:
-        """Return the mixer of a module."""
+        """Return the mixer of a module.
+
+        Its limits of time steps hold for all tokens, as in the module's pass over a text. Modules with a lower limit
+        above 0 (Nemotron-H, Zamba 2) leave it out in transformers' decode steps: where a step is that small, `generate`
+        gives another text than the one that the module scores highest.
+        """
         low, high = module.time_step_limit
         return Mamba2(
             conv=Conv.of(module.conv1d, "silu"),
