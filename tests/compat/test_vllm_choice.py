@@ -9,7 +9,11 @@ import pytest
 
 from specdec_kernels.compat.vllm.choice import VARIABLE, share_layers
 
-OURS, FLASH, INFER = "ours.SpecdecBackend", "theirs.flash.FlashAttentionBackend", "theirs.infer.FlashInferBackend"
+OURS, FLASH, TRITON = (
+    "ours.SpecdecBackend",
+    "theirs.flash.FlashAttentionBackend",
+    "theirs.triton.TritonAttentionBackend",
+)
 MLA = "theirs.mla.FlashAttnMLABackend"
 logger = logging.getLogger("vllm.specdec_kernels")
 
@@ -19,7 +23,7 @@ class Config(NamedTuple):
 
     head_size: int = 128
     use_mla: bool = False
-    use_adaptive_verification: bool = False
+    dtype: str = "bfloat16"
 
 
 class Backend:
@@ -61,7 +65,7 @@ def platform() -> Any:
                 return selected_backend.path
             if attn_selector_config.use_mla:
                 return MLA
-            return INFER if attn_selector_config.use_adaptive_verification else FLASH
+            return TRITON if attn_selector_config.dtype == "float32" else FLASH
 
     share_layers(Platform, custom, flash, logger)
     return Platform
@@ -85,7 +89,7 @@ def test_layers_get_our_attention_where_vllm_chooses_another_backend(
     platform: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert chosen(platform, custom, use_adaptive_verification=True) == OURS
+    assert chosen(platform, custom, dtype="float32") == OURS
     assert not caplog.messages
 
 
