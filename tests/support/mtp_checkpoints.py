@@ -83,6 +83,14 @@ CASES = {
         changes=DELTA | EXPERTS | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
         adds_one=True,
     ),
+    "qwen3_5 hybrid": Case(
+        "qwen3_5_text",
+        {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
+        | {"post_norm": "mtp.norm"},
+        "mtp.layers.0.",
+        changes=DELTA | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+        adds_one=True,
+    ),
     "qwen3_5": Case(
         "qwen3_5_text",
         {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
