@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_kernels import _C
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone, Union
+from specdec_kernels.engine.device.prefill import Shape, pack
+from specdec_kernels.engine.host_tensors import to_device
+from specdec_kernels.models.backends.native import CausalLM
+from specdec_kernels.models.layers.reduction import LocalReduction
+from specdec_kernels.models.options import ModelOptions
+from specdec_kernels.models.shard import Shard
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import exhaustive, thinned
 from support.hybrid_cases import HYBRIDS, VOCAB, greedy_alone, hybrid_module
@@ -155,6 +162,29 @@ def test_constrained_text_is_that_of_plain_decoding(pattern: str, device: torch.
             texts.append([output.text for output in engine.generate(prompts, params)])
     assert texts[0] == texts[1]
     assert all(text and re.match("(ab|c)", text) for text in texts[0])
+
+
+@pytest.mark.parametrize("shape", [(12, 16, 3), (7, 64, 4), (110, 1, 4)])
+def test_prefill_padding_leaves_states_as_they_are(shape: tuple[int, int, int], device: torch.device) -> None:
+    """A pass with more pieces and chunks than it needs, as a captured one, gives the states of one that fits."""
+    kept = []
+    for padded in (False, True):
+        with make_engine(module_of("qwen3_next"), None, device, cuda_graph=False, num_slots=5) as engine:
+            executor, prompts = engine.core.executor, random_prompts()
+            for slot in (0, 2, 3):
+                executor.begin(slot, _C.AdmittedRequest(id=slot, tokens=prompts[slot + 1]))
+            executor.prefill([_C.PrefillChunk(slot=2, start=0, tokens=prompts[3][:8])])
+            texts = (0, 0, prompts[1]), (2, 7, prompts[3]), (3, 0, prompts[4])
+            chunks = [_C.PrefillChunk(slot=slot, start=start, tokens=text[start:]) for slot, start, text in texts]
+            if padded:
+                executor.passes.launch(to_device(pack(chunks, Shape(*shape)), engine.device), Shape(*shape))
+            else:
+                executor.prefill(chunks)
+            states = engine.target.states
+            assert states is not None
+            kept.append({name: tensor[[0, 2, 3]].clone() for name, tensor in states.kept.items()})
+    for name, tensor in kept[0].items():
+        torch.testing.assert_close(kept[1][name], tensor, rtol=1e-4, atol=1e-4)
 
 
 def test_adaptive_rounds_of_all_sizes_keep_the_text(device: torch.device) -> None:
@@ -301,7 +331,19 @@ def test_states_are_counted_and_what_they_rule_out_is_refused(device: torch.devi
     assert refusal(Standalone(deepcopy(module))) == (
         "Standalone: model is a qwen3_next, whose layers keep a recurrent state, expected one with KV in every layer"
     )
+    options = ModelOptions(
+        max_len=64, num_pages=4, page_size=16, dtype=torch.float32, device=device, shard=Shard(0, 2), reduction=Sum(),
+    )  # fmt: skip
+    with pytest.raises(ValueError) as error:
+        CausalLM(module, options)
+    assert str(error.value) == (
+        "model: shard is Shard(rank=0, size=2), expected the whole of a qwen3_next (recurrent states are not divided)"
+    )
     with make_engine(module, Ngram(num_nodes=64), device) as engine:
         states = engine.target.states
         assert states is not None and engine.config.state_bytes == states.num_bytes
         assert not engine.config.prefix_cache
+
+
+class Sum(LocalReduction):
+    """A reduction that no test runs."""

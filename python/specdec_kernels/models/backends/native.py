@@ -76,6 +76,11 @@ class CausalLM(PagedModel):
         whole_config = config_of(model, options.name)
         self._config = options.shard.config(whole_config, options.name)
         family = check_supported(self._config, options.max_len, options.name)
+        if options.shard.size > 1 and family.state_specs(options.dtype):
+            raise ValueError(
+                f"{options.name}: shard is {options.shard}, expected the whole of a {whole_config.model_type} "
+                "(recurrent states are not divided)"
+            )
         self.model = load_causal_lm(
             model,
             options.dtype,
