@@ -36,7 +36,7 @@ from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.engine.drafts.model import DEFAULT_NUM_NODES
 from specdec_kernels.models.families import kv_numbers
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
-from specdec_kernels.models.heads.mtp import MtpHead, config_of_one_layer
+from specdec_kernels.models.heads.mtp import MtpHead, config_of_layers
 from specdec_kernels.models.layers.moe import QuantizedExperts
 from specdec_kernels.models.layers.quantized import QuantizedLinear
 from specdec_kernels.models.weights.model_config import NUM_EXPERTS
@@ -520,7 +520,7 @@ def meta_draft(kind: type[Eagle3 | MTP | Standalone], shape: str) -> nn.Module:
             return Eagle3Head(eagle3_config(config), 3, draft_vocab_of(config))
         if kind is MTP:
             has_experts = any(hasattr(config, name) for name in NUM_EXPERTS)
-            lm: Any = AutoModelForCausalLM.from_config(config_of_one_layer(config, has_experts))
+            lm: Any = AutoModelForCausalLM.from_config(config_of_layers(config, has_experts))
             lm.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             return MtpHead(lm, NEXTN, "")
         model: nn.Module = AutoModelForCausalLM.from_config(standalone_config(shape))

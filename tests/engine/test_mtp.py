@@ -18,7 +18,7 @@ from specdec_kernels.models.weights.mtp_layouts import ERNIE, NEXTN, MtpLayout
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
 from specdec_kernels.synthetic.shapes import shape_config
-from support.mtp_checkpoints import CASES, Reference, write_target_with_mtp
+from support.mtp_checkpoints import CASES, Reference, write_nemotron_with_mtp, write_target_with_mtp
 from support.quantized_checkpoints import FORMATS
 from support.random_checkpoints import EXPERTS, random_prompts
 from support.recorded_chains import record_chains
@@ -83,6 +83,25 @@ def test_drawn_drafts_and_unions_give_texts(tmp_path: Path) -> None:
             assert texts(engine, prompts) == expected
             drawn = replace(GREEDY, temperature=1.0, seed=3)
             assert texts(engine, prompts[:1], drawn) == texts(engine, prompts[:1], drawn)
+
+
+def test_layer_of_several_parts_keeps_the_text(tmp_path: Path) -> None:
+    folder, prompts = tmp_path / "target", random_prompts(3)
+    write_nemotron_with_mtp(folder)
+    with make_engine(folder, None) as engine:
+        expected = texts(engine, prompts)
+    with make_engine(folder, MTP(**TREE)) as engine:
+        assert texts(engine, prompts) == expected
+    with make_engine(folder, MTP(**CHAIN), rounds_in_flight=1) as engine, patched() as patch:
+        drafted = record_chains(engine, patch)
+        assert texts(engine, prompts) == expected
+        before = list(drafted)
+        engine.sleep(2)
+        engine.wake()
+        engine.update_weights(load_file(folder / "model.safetensors"))
+        drafted.clear()
+        assert texts(engine, prompts) == expected
+        assert drafted == before
 
 
 def test_another_checkpoint_s_layer_drafts_as_the_target_s_own(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import modeling_layers
+from transformers import AutoModelForCausalLM, modeling_layers
 
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.heads.base import Features
@@ -18,7 +18,7 @@ from specdec_kernels.models.heads.mtp import MtpCheckpoint, MtpHead, load_mtp_he
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.mtp_layouts import MIMO, NEXTN, QWEN
-from support.mtp_checkpoints import CASES, NUM_LAYERS, Reference, write_target_with_mtp
+from support.mtp_checkpoints import CASES, NUM_LAYERS, Reference, write_nemotron_with_mtp, write_target_with_mtp
 
 TEXT, STEPS = [17, 3, 101, 44, 3, 9, 76, 150, 12], 3
 
@@ -200,3 +200,29 @@ def test_tensors_that_do_not_fit_are_refused_by_name(change: Any, message: str, 
 def test_names_of_a_layout_translate_back(layout: Any) -> None:
     for key in (*layout.modules, f"{layout.block}.mlp.up_proj".lstrip(".")):
         assert layout.stored_name(layout.own_name(f"{key}.weight")) == f"{key}.weight"
+
+
+@torch.inference_mode()
+def test_nemotron_layers_of_one_part_each_are_those_of_the_published_formula(tmp_path: Path) -> None:
+    """The MTP layer is attention and experts, with norms of their own; the projection is named like a part of them."""
+    folder = tmp_path / "target"
+    layers, parts = write_nemotron_with_mtp(folder)
+    module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    target = target_of(folder)
+    chain, logits = drafted(head_of(folder, target), target)
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        eps = module.config.layer_norm_epsilon
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * parts[f"mtp.layers.{name}.weight"]
+
+    tokens, states = TEXT[1:], module.model(torch.tensor([TEXT])).last_hidden_state[0, :-1]
+    for step in range(STEPS):
+        embedded = module.get_input_embeddings().weight[tokens]
+        pairs = torch.cat([norm("0.enorm", embedded), norm("0.hnorm", states)], -1)
+        x = (pairs @ parts["mtp.layers.0.eh_proj.weight"].T)[None]
+        mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
+        for layer in layers:
+            x = layer(x, attention_mask=mask)
+        state = norm("1.final_layernorm", x[0])[-1]
+        close(logits[step], module.lm_head(state))
+        tokens, states = [*tokens, chain[step]], torch.cat([states, state[None]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from support.hybrid_cases import DELTA, EXPERTS
+from support.hybrid_cases import DELTA, EXPERTS, NEMOTRON
 from support.random_checkpoints import save_random_model
 
 NUM_LAYERS = 2  # of the target
@@ -132,6 +133,30 @@ def write_target_with_mtp(folder: Path, name: str, **extra: Tensor) -> Path:
         tensors[f"{stored}.weight"] = tensors[f"{module}.weight"].clone()
     save_file(tensors | extra, file, metadata={"format": "pt"})
     return folder
+
+
+def write_nemotron_with_mtp(folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
+    """Write a Nemotron-H whose MTP layer is attention and experts.
+
+    Returns:
+        These two layers as transformers' modules, and the tensors that no such layer has.
+    """
+    kinds = ["linear_attention", "full_attention", "full_attention", "moe"]
+    save_random_model(
+        folder, "nemotron_h", **(NEMOTRON | {"layers_block_type": kinds, "num_hidden_layers": len(kinds)})
+    )
+    longer: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    hidden, prefix = longer.config.hidden_size, "mtp.layers."
+    parts = {f"{prefix}{name}.weight": torch.rand(hidden) + 0.5 for name in ("0.enorm", "0.hnorm", "1.final_layernorm")}
+    parts[f"{prefix}0.eh_proj.weight"] = torch.randn(hidden, 2 * hidden) / hidden**0.5
+    file, moved = folder / "model.safetensors", dict[str, Tensor]()
+    for key, tensor in load_file(file).items():
+        moved[re.sub(r"^\w+\.layers\.([23])\.", lambda match: f"{prefix}{int(match[1]) - 2}.", key)] = tensor
+    save_file(moved | parts, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"layers_block_type": kinds[:2], "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return list(longer.model.layers[2:]), parts
 
 
 class Reference:

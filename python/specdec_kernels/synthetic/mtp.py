@@ -23,12 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..models.heads.mtp import MtpHead, config_of_one_layer
+from ..models.heads.mtp import MtpHead, config_of_layers
 from ..models.weights.mtp_layouts import (
     EMBEDDING,
     EMBEDDING_NORM,
     FINAL_NORM,
-    LAYER,
+    LAYERS,
     LM_HEAD,
     NEXTN,
     PROJECTION,
@@ -62,7 +62,7 @@ def synthetic_mtp(
     norm, layer = lm.get_decoder().norm, lm.get_decoder().layers[0]
     scale_feed_forward(layer, noise_scale(layer, norm, embedding, head, text, rate))
     stored: dict[str, Tensor] = revert_weight_conversion(lm, lm.state_dict())
-    own = {name: tensor for name, tensor in stored.items() if name.startswith(f"{LAYER}.")}
+    own = {name: tensor for name, tensor in stored.items() if name.startswith(f"{LAYERS}.")}
     own |= {f"{module}.weight": norm.weight.clone() for module in (EMBEDDING_NORM, STATE_NORM)}
     own[f"{PROJECTION}.weight"] = fc
     if layout.final_norm is not None:
@@ -99,7 +99,7 @@ def layer_and_projection(target: Any, layout: MtpLayout, seed: int) -> tuple[Any
     """
     embedding = target.get_input_embeddings().weight
     experts = any(hasattr(module, "experts") for module in target.get_decoder().layers[-1].modules())
-    config = config_of_one_layer(target.config, has_experts=experts)
+    config = config_of_layers(target.config, has_experts=experts)
     hidden = config.hidden_size
     with torch.random.fork_rng(devices=[embedding.device] if embedding.is_cuda else []), torch.device(embedding.device):
         torch.manual_seed(seed)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...models.heads.mtp import MtpCheckpoint, MtpHead, load_mtp_head
+from ...models.families import family_of
+from ...models.heads.mtp import MtpCheckpoint, MtpHead, config_of_layers, load_mtp_head
 from ...models.weights.model_config import model_name
 from .context import DraftContext
 from .eagle import FrequentTokensDraft
@@ -51,7 +52,8 @@ class MTP(FrequentTokensDraft):
     def needs(self, target: Any) -> Needs:
         self.check_vocabulary(target.vocab_size)
         source = self.source(target)
-        needs = self.model_needs(source.config, 1, feature_layers=(target.num_hidden_layers,))
+        num_layers = family_of(config_of_layers(source.config, has_experts=False)).num_kv_layers
+        needs = self.model_needs(source.config, num_layers, feature_layers=(target.num_hidden_layers,))
         return replace(needs, tensor_prefixes=(source.prefix,) if self.head is None else ())
 
     def load_whole(self, context: DraftContext) -> MtpHead:

@@ -24,7 +24,7 @@ from ..language_model import LanguageModel
 from ..layers.attention import Attention
 from ..layers.decoder_layer import Layer
 from ..layers.head_layout import HeadLayout
-from ..layers.mixer import attach_caches, kv_layouts_of
+from ..layers.mixer import attach_caches, kv_layouts_of, mixers_of
 from ..layers.norm import rms_norm_of
 from ..layers.outputs import LayerOutput
 from ..layers.paged_batch import PagedBatch
@@ -168,7 +168,7 @@ class DraftHead(nn.Module):
         of_target = {id(parameter) for parameter in target.model.parameters()}
         self._of_target = {name for name, own in self._named() if id(own) in of_target}
         self._parts = self._make_parts()
-        layouts = kv_layouts_of([layer.mixer for layer in self._parts.layers])
+        layouts = kv_layouts_of(mixers_of(self._parts.layers))
         self._hold(KvPools.allocate(layouts, num_pages, page_size, weight.dtype, weight.device))
 
     def _place(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -273,7 +273,7 @@ class DraftHead(nn.Module):
 
     def _hold(self, pools: KvPools) -> None:
         self.pools = pools
-        attach_caches([layer.mixer for layer in self._parts.layers], pools)
+        attach_caches(mixers_of(self._parts.layers), pools)
 
     def resize_pools(self, num_pages: int) -> None:
         """Replace the pools by empty ones of another number of pages."""
@@ -312,19 +312,27 @@ class DraftHead(nn.Module):
     def prefill(self, tokens: Tensor, features: Features, positions: Tensor, batch: PagedBatch) -> None:
         """Write the rows' KV."""
         normed, state = self.enter(tokens, features, positions)
-        for before, layer in pairwise(self._parts.layers):
+        layers = self._parts.layers[: self._last_mixer + 1]
+        for before, layer in pairwise(layers):
             normed, state = layer.enter(*before(normed, state, positions, batch))
-        self._parts.layers[-1].mixer.write_cache(normed, positions, batch)
+        for mixer in layers[-1].mixers:
+            mixer.write_cache(normed, positions, batch)
+
+    @property
+    def _last_mixer(self) -> int:
+        """The last layer with a mixer: after it, rows do not depend on others."""
+        return max(index for index, layer in enumerate(self._parts.layers) if layer.mixers)
 
     def pass_layers(
         self, normed: Tensor, state: Tensor, positions: Tensor, batch: PagedBatch, only: Tensor | None
     ) -> tuple[LayerOutput, Tensor | None]:
         """Run all layers, and return the input of the final norm: the last layer's output and the residual."""
         first, *others = self._parts.layers
-        x, residual = first(normed, state, positions, batch, only=None if others else only)
-        for layer in others:
+        last = self._last_mixer
+        x, residual = first(normed, state, positions, batch, only=None if last else only)
+        for index, layer in enumerate(others, 1):
             normed, state = layer.enter(x, residual)
-            x, residual = layer(normed, state, positions, batch, only=only if layer is others[-1] else None)
+            x, residual = layer(normed, state, positions, batch, only=only if index == last else None)
         return x, residual
 
     def logits(self, normed: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from ..weights.mtp_layouts import (
     EMBEDDING,
     EMBEDDING_NORM,
     FINAL_NORM,
-    LAYER,
+    LAYERS,
     LM_HEAD,
     PROJECTION,
     STATE_NORM,
@@ -43,7 +43,7 @@ from ..weights.update import Skeleton, Update, expect_floats, expect_tensors, up
 from .base import DraftHead, Features, HeadOutput
 
 NAME = "MTP head"
-# Model types in a known layout whose MTP layer differs from what `config_of_one_layer` describes.
+# Model types in a known layout whose MTP layer differs from what `config_of_layers` describes.
 DIFFERENT = {"exaone_moe": "rotates all heads, whatever its type"}
 
 
@@ -75,6 +75,10 @@ class MtpCheckpoint:
             raise ValueError(
                 f"{NAME}: model_type is {config.model_type!r}, expected another (its MTP layer "
                 f"{DIFFERENT[config.model_type]}; not supported)"
+            )
+        if "linear_attention" in (getattr(config, "mtp_layers_block_type", None) or ()):
+            raise ValueError(
+                f"{NAME}: {folder} has an MTP layer with a recurrent state, expected attention (not supported)"
             )
         layout = only_layout(tensor_names(folder), config.num_hidden_layers, f"{NAME}: {folder}")
         return cls(folder, config, layout)
@@ -115,8 +119,8 @@ class MtpHead(DraftHead):
     """An MTP layer over a target. Its norms and projection have no storage until they are loaded.
 
     Args:
-        lm: a language model of transformers whose only layer is the MTP layer's; its embedding, final norm and LM head
-            are the layer's own, or the target's modules.
+        lm: a language model of transformers whose layers are the MTP layer's, mostly one; its embedding, final norm and
+            LM head are the layer's own, or the target's modules.
         layout: of the checkpoint.
         prefix: of the layer's tensors in the checkpoint.
     """
@@ -129,10 +133,9 @@ class MtpHead(DraftHead):
         super().__init__(config)
         self.layout, self.prefix = layout, prefix
         self.lm = lm
-        hidden, norm = config.hidden_size, type(lm.get_decoder().norm)
-        with torch.device("meta"):
-            self.embedding_norm, self.state_norm = (norm(hidden, eps=config.rms_norm_eps) for _ in range(2))
-            self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        norm = lm.get_submodule(module_names(lm)[FINAL_NORM])
+        self.embedding_norm, self.state_norm = (deepcopy(norm).to("meta") for _ in range(2))
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False, device="meta")
         self._skeleton: Skeleton | None = None
 
     def prepare(self, target: LanguageModel, num_pages: int, page_size: int) -> None:
@@ -164,7 +167,8 @@ class MtpHead(DraftHead):
     def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
         expect_tensors(weights, name)
         expect_floats(weights, name)
-        own = {key: self.layout.own_name(key.removeprefix(self.prefix)) for key in weights}
+        names = module_names(self.lm)
+        own = {key: in_module(self.layout.own_name(key.removeprefix(self.prefix)), names) for key in weights}
         parameters, of_layer, updates = dict(self._named()), dict[str, Tensor](), list[Update]()
         for key, place_name in own.items():
             if f"lm.{place_name}" in self._of_target:
@@ -182,8 +186,9 @@ class MtpHead(DraftHead):
             try:
                 updates += updates_of(self.lm, self._skeleton, of_layer, self.pools, name)
             except ValueError as error:
-                stored = f"{self.prefix}{self.layout.stored_name(LAYER + '.')}"
-                raise ValueError(str(error).replace(f"{LAYER}.", stored)) from None
+                block = f"{self.layout.own_block}."
+                stored = f"{self.prefix}{self.layout.stored_name(block)}"
+                raise ValueError(str(error).replace(block, stored)) from None
         return updates
 
     def join(self, features: Tensor) -> Tensor:
@@ -258,10 +263,11 @@ def load_checkpoint(checkpoint: MtpCheckpoint, target: CausalLM) -> MtpHead:
         weight = tensors.pop(f"{path}.weight", None)
         if path not in modules and weight is not None:
             modules[path] = module_of(kind, weight)
-    of_layer = {key: tensors.pop(key) for key in list(tensors) if key.startswith((f"{LAYER}.", f"{FINAL_NORM}."))}
-    lm, faults = model_of_one_layer(config, of_layer, tuple(modules), target.embedding.weight.dtype)
+    of_layer = {key: tensors.pop(key) for key in list(tensors) if key.startswith((f"{LAYERS}.", f"{FINAL_NORM}."))}
+    lm, faults = model_of_layers(config, of_layer, tuple(modules), target.embedding.weight.dtype)
+    names = module_names(lm)
     for path, module in modules.items():
-        lm.set_submodule(path, module)
+        lm.set_submodule(names[path], module)
     head = MtpHead(lm, checkpoint.layout, checkpoint.prefix)
     for name in (EMBEDDING_NORM, STATE_NORM, PROJECTION):
         key, module = f"{name}.weight", getattr(head, name)
@@ -310,7 +316,7 @@ def shared_modules(layout: MtpLayout, tensors: Mapping[str, Tensor], target: Cau
         if tensor is None or is_copy:
             shared[path] = module
     if layout.final_norm is None:
-        shared[FINAL_NORM] = target.model.get_decoder().norm
+        shared[FINAL_NORM] = target.model.get_submodule(module_names(target.model)[FINAL_NORM])
     return shared
 
 
@@ -323,10 +329,24 @@ def module_of(kind: type[nn.Embedding] | type[nn.Linear], weight: Tensor) -> nn.
     return module
 
 
-def model_of_one_layer(
+def module_names(lm: Any) -> dict[str, str]:
+    """Return the names that a language model gives to the modules that we call `EMBEDDING`, `FINAL_NORM`, `LM_HEAD`."""
+    family: Any = family_of(lm.config, NAME)
+    embedding = lm.get_input_embeddings()
+    path = next(path for path, module in lm.named_modules() if module is embedding)
+    return {EMBEDDING: path, FINAL_NORM: f"{path.rpartition('.')[0]}.{family.last_norm_name}", LM_HEAD: LM_HEAD}
+
+
+def in_module(own: str, names: Mapping[str, str]) -> str:
+    """Return a language model's name of a tensor that we call `own`."""
+    module, _, parameter = own.rpartition(".")
+    return f"{names.get(module, module)}.{parameter}"
+
+
+def model_of_layers(
     config: Any, tensors: Mapping[str, Tensor], replaced: tuple[str, ...], dtype: torch.dtype
 ) -> tuple[Any, Faults]:
-    """Return a model of transformers of the config's type whose only layer has these tensors, and what does not fit.
+    """Return a model of transformers of the config's type whose layers have these tensors, and what does not fit.
 
     Modules that are to be `replaced` are small; so are the embedding and the LM head.
 
@@ -337,28 +357,37 @@ def model_of_one_layer(
         raise ValueError(f"{NAME}: model_type is {config.model_type!r}, expected a causal language model's")
     small = {EMBEDDING: (1, config.hidden_size), LM_HEAD: (1, config.hidden_size), FINAL_NORM: (config.hidden_size,)}
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    short = config_of_layers(config, has_experts=any(".experts." in key for key in tensors))
+    with torch.device("meta"):
+        names = module_names(kind._from_config(deepcopy(short)))
+    given = {f"{path}.weight": torch.zeros(small[path]) for path in replaced} | dict(tensors)
     lm, info = kind.from_pretrained(
         None,
-        config=config_of_one_layer(config, has_experts=any(".experts." in key for key in tensors)),
-        state_dict={f"{path}.weight": torch.zeros(small[path]) for path in replaced} | dict(tensors),
+        config=short,
+        state_dict={in_module(key, names): tensor for key, tensor in given.items()},
         dtype=dtype,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    return lm, Faults(sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), sorted(info["mismatched_keys"]))
+    ours = {name: own for own, name in names.items()}
+    missing = [in_module(key, ours) for key in sorted(info["missing_keys"])]
+    unknown = [in_module(key, ours) for key in sorted(info["unexpected_keys"])]
+    mismatched = [(in_module(key, ours), *shapes) for key, *shapes in sorted(info["mismatched_keys"])]
+    return lm, Faults(missing, unknown, mismatched)
 
 
-def config_of_one_layer(config: Any, has_experts: bool) -> Any:
-    """Return the config of a model whose only layer is the full-attention layer of an MTP layer."""
+def config_of_layers(config: Any, has_experts: bool) -> Any:
+    """Return the config of a model whose layers are an MTP layer's: one with full attention, or those that it names."""
     config = deepcopy(config)
     for key in ("quantization_config", "compression_config"):
         vars(config).pop(key, None)
+    types: list[str] = getattr(config, "mtp_layers_block_type", None) or ["full_attention"]
     values = {
-        "num_hidden_layers": 1,
+        "num_hidden_layers": len(types),
         "vocab_size": 1,
         "pad_token_id": None,
         "tie_word_embeddings": False,
-        "layer_types": ["full_attention"],
+        "layer_types": types,
         "mlp_layer_types": ["sparse" if has_experts else "dense"],
         "first_k_dense_replace": 0 if has_experts else 1,
         "mlp_only_layers": [] if has_experts else [0],

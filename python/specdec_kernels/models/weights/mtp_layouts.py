@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-# Modules of an `MtpHead`, and of the model of one layer in it.
+# Modules of an `MtpHead`.
 EMBEDDING_NORM, STATE_NORM, PROJECTION = "embedding_norm", "state_norm", "fc"
-LAYER, FINAL_NORM, EMBEDDING, LM_HEAD = "model.layers.0", "model.norm", "model.embed_tokens", "lm_head"
+# Modules of the language model in it, which some families call otherwise.
+LAYERS, FINAL_NORM, EMBEDDING, LM_HEAD = "model.layers", "model.norm", "model.embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
 class MtpLayout:
     """Names of an MTP layer's modules in a checkpoint, and what no tensor shows about it.
 
-    Names follow `prefix`. "{layer}" in the prefix stands for the number of the target's layers.
+    Names follow `prefix`. "{layer}" in the prefix stands for the number of the target's layers, "{last}" in a name for
+    the index of the last layer in the block.
 
     Attributes:
         prefix: of all its tensors.
         index: a pattern of names, whose group is the index of an MTP layer.
         embedding_norm, state_norm, projection, block: modules; the block is the decoder layer, "" if its parts follow
             the prefix.
+        has_layers: the block is a list of layers, with an index in their names.
         final_norm: the norm before the LM head; None: the target's.
         embedding, lm_head: modules of its own, in checkpoints that have them; None: it shares the target's.
         state_first: the projection reads [state, embedding] instead of [embedding, state].
@@ -44,6 +47,7 @@ class MtpLayout:
     embedding: str | None = None
     lm_head: str | None = None
     state_first: bool = False
+    has_layers: bool = False
     zeroes_first_embedding: bool = False
     reads_normed_state: bool = True
     passes_normed_state: bool = True
@@ -61,13 +65,18 @@ class MtpLayout:
         }
         return {stored: own for stored, own in named.items() if stored is not None}
 
+    @property
+    def own_block(self) -> str:
+        """Our name of the block."""
+        return LAYERS if self.has_layers else f"{LAYERS}.0"
+
     def own_name(self, key: str) -> str:
         """Return our name of a tensor whose name under the prefix is `key`."""
         module, _, parameter = key.rpartition(".")
         if module in self.modules:
             return f"{self.modules[module]}.{parameter}"
         block = f"{self.block}." if self.block else ""
-        return f"{LAYER}.{key.removeprefix(block)}" if key.startswith(block) else key
+        return f"{self.own_block}.{key.removeprefix(block)}" if key.startswith(block) else key
 
     def stored_name(self, own: str) -> str:
         """Return the name under the prefix of a tensor that we call `own`."""
@@ -76,7 +85,7 @@ class MtpLayout:
         if stored is not None:
             return f"{stored}.{parameter}"
         block = f"{self.block}." if self.block else ""
-        return own.replace(f"{LAYER}.", block, 1)
+        return own.replace(f"{self.own_block}.", block, 1)
 
     def prefix_of(self, num_layers: int) -> str:
         """Return the prefix in a checkpoint of a target with `num_layers` layers."""
@@ -148,7 +157,19 @@ QWEN = MtpLayout(
     lm_head="lm_head",
 )
 
-LAYOUTS = (NEXTN, MIMO, ERNIE, QWEN)
+# Nemotron-H, whose MTP layer is a few layers of one part each.
+NEMOTRON = MtpLayout(
+    prefix="mtp.",
+    index=r"mtp\.layers\.(\d+)\.eh_proj\.",
+    embedding_norm="layers.0.enorm",
+    state_norm="layers.0.hnorm",
+    projection="layers.0.eh_proj",
+    block="layers",
+    final_norm="layers.{last}.final_layernorm",
+    has_layers=True,
+)
+
+LAYOUTS = (NEXTN, MIMO, ERNIE, QWEN, NEMOTRON)
 
 
 def layout_of(names: Iterable[str], num_layers: int) -> MtpLayout | None:
@@ -173,7 +194,7 @@ def only_layout(names: Iterable[str], num_layers: int, what: str) -> MtpLayout:
     names = set(names)
     layout = layout_of(names, num_layers)
     if layout is None:
-        prefixes = [repr(each.prefix_of(num_layers)) for each in LAYOUTS]
+        prefixes = list(dict.fromkeys(repr(each.prefix_of(num_layers)) for each in LAYOUTS))
         raise ValueError(
             f"{what} has no MTP layer under {', '.join(prefixes[:-1])} or {prefixes[-1]}, expected one "
             "(some exporters and quantizers drop these tensors)"
@@ -182,4 +203,8 @@ def only_layout(names: Iterable[str], num_layers: int, what: str) -> MtpLayout:
     if len(layers) > 1:
         found = ", ".join(map(str, layers))
         raise ValueError(f"{what} has MTP layers {found}, expected one alone (layers in turn are not supported)")
+    if layout.has_layers and layout.final_norm is not None:
+        inside = (re.match(rf"{re.escape(layout.prefix + layout.block)}\.(\d+)\.", name) for name in names)
+        last = max(int(match[1]) for match in inside if match)
+        layout = replace(layout, final_norm=layout.final_norm.format(last=last))
     return layout
