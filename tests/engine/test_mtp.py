@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
-from specdec_kernels.models.weights.mtp_layouts import ERNIE, NEXTN, MtpLayout
+from specdec_kernels.models.weights.mtp_layouts import ERNIE, NEXTN, QWEN, MtpLayout
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
 from specdec_kernels.synthetic.shapes import shape_config
+from support.hybrid_cases import DELTA
+from support.hybrid_cases import EXPERTS as HYBRID_EXPERTS
 from support.mtp_checkpoints import CASES, Reference, write_nemotron_with_mtp, write_target_with_mtp
 from support.quantized_checkpoints import FORMATS
 from support.random_checkpoints import EXPERTS, random_prompts
@@ -210,15 +212,26 @@ def test_synthetic_layer_is_accepted_at_the_chosen_rate(layout: MtpLayout, rate:
     assert output.stats.accept_length == pytest.approx(expected, rel=0.05)
 
 
-def test_synthetic_layer_of_experts_has_the_target_s_kind(tmp_path: Path) -> None:
-    config = AutoConfig.for_model(
-        "glm4_moe", vocab_size=256, num_hidden_layers=2, hidden_size=128, intermediate_size=64, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, num_nextn_predict_layers=1, pad_token_id=None, max_position_embeddings=512,
-        **EXPERTS["glm4_moe"],
-    )  # fmt: skip
+SYNTHETIC: dict[str, tuple[str, dict[str, Any], MtpLayout]] = {
+    "experts": ("glm4_moe", EXPERTS["glm4_moe"], NEXTN),
+    "hybrid": ("qwen3_5_text", DELTA | {"layer_types": ["linear_attention", "full_attention"]}, QWEN),
+    "hybrid experts": (
+        "qwen3_next",
+        DELTA | HYBRID_EXPERTS | {"layer_types": ["linear_attention", "full_attention"]},
+        QWEN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_synthetic_layers_have_the_target_s_kind(name: str, tmp_path: Path) -> None:
+    model_type, sizes, layout = SYNTHETIC[name]
+    common = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2}
+    common |= {"vocab_size": 256, "num_key_value_heads": 1, "max_position_embeddings": 512, "pad_token_id": None}
+    config = AutoConfig.for_model(model_type, **(common | {"head_dim": 64, "tie_word_embeddings": False} | sizes))
     text = SyntheticText.of(256, 256)
     target = synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
-    save_with_mtp(target, synthetic_mtp(target, text, 0.8, NEXTN), tmp_path / "target")
+    save_with_mtp(target, synthetic_mtp(target, text, 0.8, layout), tmp_path / "target")
     with make_engine(tmp_path / "target", MTP(num_steps=3, topk=1), max_len=300) as engine:
         [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=256, ignore_eos=True))
     assert output.tokens == text.tokens(13, 256)

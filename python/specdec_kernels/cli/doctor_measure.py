@@ -90,9 +90,11 @@ def record(engine: Engine, prompts: Sequence[list[int]], texts: Sequence[list[in
         count = row.shape[1]
         pages = torch.arange(-(-count // page_size), dtype=torch.int32, device=engine.device)[None]
         positions = torch.arange(count, dtype=torch.int32, device=engine.device)[None]
-        zero = positions[0, :1]
-        rows = PagedBatch(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
-        features = target.forward(row, positions, rows).features
+        # A recurrent state has a place for each slot of the engine.
+        table = pages.expand(engine.config.num_slots, -1).contiguous()
+        none = torch.zeros(len(table), dtype=torch.int32, device=engine.device)
+        rows = PagedBatch(slots=none[:1], page_table=table, prefix_lens=none, tail_len=count)
+        features = target.prefill(row, positions, rows).features
         if features is None:
             features = target.embedding.weight.new_empty(0)
         states = features.view(count, len(target.feature_layers), target.embedding.weight.shape[1])

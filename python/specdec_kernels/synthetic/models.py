@@ -91,7 +91,7 @@ def synthetic_causal_lm(
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
                 parameter.mul_(BRANCH)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embedding.bernoulli_(0.5).mul_(2).sub_(1)  # all rows have the same length
