@@ -5,6 +5,7 @@
 #include "layers/moe/moe_grouped_gemm.h"
 #include "layers/moe/moe_route.h"
 #include "layers/norm/add_rms_norm.h"
+#include "layers/norm/gated_rms_norm.h"
 #include "layers/norm/rms_norm_concat.h"
 #include "layers/quant/dequantize.h"
 #include "layers/quant/quantize_fp8.h"
@@ -22,6 +23,8 @@ void add_layers(py::module_& m) {
       m, "rms_norm_concat",
       "stream embeddings tokens embedding_weight features feature_rows feature_weight eps out out_features",
       "concatenate RMS-normalized embeddings and features (EAGLE-3 input)");
+  def_op<&gated_rms_norm>(m, "gated_rms_norm", "stream x gate weight eps gates_first activation out",
+                          "apply RMSNorm to groups of elements, and a gate");
   def_op<&silu_and_mul>(m, "silu_and_mul", "stream x out", "compute silu(gate) * up (SwiGLU)");
   def_op<&small_m_gemm>(m, "small_m_gemm", "stream x weight bias x_scales weight_scales gated plan out",
                         "multiply a few rows by a weight: GEMM for small M");

@@ -233,6 +233,16 @@ def rms_norm_concat(
     out: Tensor,
     out_features: Tensor,
 ) -> None: ...
+def gated_rms_norm(
+    stream: int | None,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    gates_first: bool,
+    activation: str,
+    out: Tensor,
+) -> None: ...
 def silu_and_mul(stream: int | None, x: Tensor, out: Tensor) -> None: ...
 def small_m_gemm(
     stream: int | None,

@@ -204,6 +204,65 @@ def test_rms_norm_concat_error_messages(change: dict[str, object], message: str)
     assert str(error.value) == message
 
 
+# --- gated_rms_norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "groups", "width"), [(1, 1, 1), (3, 2, 7), (5, 32, 128), (2, 1, 8192), (0, 4, 8), (900, 3, 72)]
+)
+@pytest.mark.parametrize("gates_first", [False, True])
+def test_gated_rms_norm_matches_reference(
+    rows: int, groups: int, width: int, gates_first: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of rows that lie apart, in float32 and in the gate's dtype, with a weight of all groups and with one of each."""
+    for x_dtype, of_all, activation in (
+        (torch.float32, False, "silu"),
+        (dtype, True, "sigmoid"),
+        (dtype, True, "silu"),
+    ):
+        x = torch.randn(rows, groups, width + 3, device=device).to(x_dtype)[..., :width]
+        gate = 3 * torch.randn(rows, 2 * groups * width, device=device).to(dtype)[:, groups * width :]
+        gate = gate.unflatten(1, (groups, width))
+        weight = torch.randn(width if of_all else groups * width, device=device).to(dtype)
+        options: dict[str, Any] = {"gates_first": gates_first, "activation": activation}
+        out = sd.gated_rms_norm(x, gate, weight, 1e-5, **options)
+        assert out.shape == (rows, groups, width) and out.dtype == dtype
+        if rows:
+            check(out, reference.gated_rms_norm(x, gate, weight, 1e-5, **options))
+
+
+def test_gated_rms_norm_may_write_over_its_inputs(device: torch.device) -> None:
+    x, gate, weight = torch.randn(3, 2, 16, device=device), torch.randn(3, 2, 16, device=device), torch.ones(16)
+    want = sd.gated_rms_norm(x, gate, weight.to(device), 1e-5)
+    for out in (x.clone(), gate.clone()):
+        sources = (out, gate) if torch.equal(out, x) else (x, out)
+        assert torch.equal(sd.gated_rms_norm(*sources, weight.to(device), 1e-5, out=out), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.ones(5)},
+         "gated_rms_norm: weight has 5 elements, expected width=4 or groups * width=8"),
+        ({"activation": "relu"}, "gated_rms_norm: activation is relu, expected silu or sigmoid"),
+        ({"x": torch.ones(3, 4)}, "gated_rms_norm: x has shape [3, 4], expected [rows=3, groups=2, width=4]"),
+        ({"x": torch.ones(3, 2, 4).half()}, "gated_rms_norm: x is float16, expected float32"),
+        ({"eps": 0.0}, "gated_rms_norm: eps is 0.000000, expected a finite float32 above 0"),
+    ],
+)  # fmt: skip
+def test_gated_rms_norm_refuses_by_name(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "x": torch.ones(3, 2, 4),
+        "gate": torch.ones(3, 2, 4),
+        "weight": torch.ones(4),
+        "eps": 1e-5,
+    }
+    with pytest.raises(ValueError) as error:
+        sd.gated_rms_norm(**(given | change))
+    assert str(error.value) == message
+
+
 # --- silu_and_mul
 
 

@@ -111,6 +111,10 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
             ((floats(9, 64), ints(3), floats(64), floats(4, 64), floats(64), 1e-5), options)
             for options in ({}, {"feature_rows": ints(3)})
         ],
+        "gated_rms_norm": lambda: [
+            ((floats(3, 2, 32), floats(3, 2, 32), floats(32), 1e-5), {}),
+            ((floats(3, 2, 32), floats(3, 2, 32), floats(64), 1e-5), {"gates_first": True, "activation": "sigmoid"}),
+        ],
         "silu_and_mul": lambda: [((floats(3, 64),), {})],
         "small_m_gemm": lambda: [
             ((floats(3, 64, dtype=torch.bfloat16), floats(48, 64, dtype=torch.bfloat16)), options)

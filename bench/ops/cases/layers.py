@@ -73,6 +73,25 @@ def rms_norm_concat(device: torch.device, p: Params) -> Work:
     return Work(call, check, moved, just_written=[features])
 
 
+def gated_rms_norm(device: torch.device, p: Params) -> Work:
+    heads = p["width"] // HEAD_DIM
+    x, gate = (random(p, device, p["rows"], heads, HEAD_DIM) for _ in range(2))
+    weight = random(p, device, HEAD_DIM)
+    out = torch.empty_like(gate).fill_(torch.nan)
+    want = reference.gated_rms_norm(x, gate, weight, EPS)
+
+    def plain() -> Tensor:
+        return functional.rms_norm(x, (HEAD_DIM,), weight, EPS) * functional.silu(gate)
+
+    return Work(
+        call=lambda: sd.gated_rms_norm(x, gate, weight, EPS, out=out),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=bytes_of(x, gate, weight, out),
+        just_written=[x],
+        baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, 4 * ERROR)),
+    )
+
+
 def silu_and_mul(device: torch.device, p: Params) -> Work:
     x = random(p, device, p["rows"], 2 * p["width"])
     out = poisoned(p["rows"], p["width"], dtype=x.dtype, device=device)
@@ -218,6 +237,7 @@ ROWS = (1, 6, 64, 384, 2048)
 CASES = (
     Case("add_rms_norm", grid={"rows": ROWS, "width": (4096,), "dtype": ("bfloat16",)}, make=add_rms_norm),
     Case("rms_norm_concat", grid={"rows": ROWS[:-1], "width": (4096,), "dtype": ("bfloat16",)}, make=rms_norm_concat),
+    Case("gated_rms_norm", grid={"rows": ROWS, "width": (4096,), "dtype": ("bfloat16",)}, make=gated_rms_norm),
     Case("silu_and_mul", grid={"rows": ROWS, "width": (12288,), "dtype": ("bfloat16",)}, make=silu_and_mul),
     Case(
         "small_m_gemm",

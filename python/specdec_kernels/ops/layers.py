@@ -108,6 +108,44 @@ def rms_norm_concat(
     return rows, selected
 
 
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    gates_first: bool = False,
+    activation: str = "silu",
+    out: Tensor | None = None,
+    stream: int | None = None,
+) -> Tensor:
+    """Apply RMSNorm to each group of a row's elements, with a gate, in float32 and rounded once.
+
+    The result is rms_norm(x) * weight * act(gate), as in gated delta nets, or with `gates_first`
+    rms_norm(x * act(gate)) * weight, as in Mamba 2.
+
+    Args:
+        x: [T, G, D] float32, or of the gate's dtype; only the last dimension must be contiguous.
+        gate: [T, G, D] float32, float16 or bfloat16; only the last dimension must be contiguous.
+        weight: [D], of all groups, or [G * D], of the gate's dtype.
+        eps: added to the mean square of a group, above 0.
+        gates_first: gate the input of the norm, not its result.
+        activation: of the gate, "silu" or "sigmoid".
+        out: preallocated result; only the last dimension must be contiguous. It may be x or gate.
+        stream: CUDA stream; None: the current one.
+
+    Returns:
+        out [T, G, D], of the gate's dtype.
+
+    Raises:
+        ValueError: wrong dtype, shape, device, stride or activation.
+    """
+    if out is None:
+        out = empty_like("gated_rms_norm", gate, shape_of("gated_rms_norm", "gate", gate, 3))
+    _C.gated_rms_norm(stream, x, gate, weight, eps, gates_first, activation, out)
+    return out
+
+
 def silu_and_mul(x: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
     """Compute silu(gate) * up (SwiGLU) in float32, rounded once.
 

@@ -42,6 +42,15 @@ def rms_norm_concat(
     return torch.cat([norm(embedded, embedding_weight, eps), norm(features, feature_weight, eps)], dim=-1), features
 
 
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool = False, activation: str = "silu"
+) -> Tensor:
+    """Apply RMSNorm over the last dimension, and a gate to its result or to its input."""
+    factors = getattr(functional, activation)(gate.double())
+    weight = weight.double().view(-1, x.shape[-1])
+    return norm(x.double() * factors, weight, eps) if gates_first else norm(x, weight, eps) * factors
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.double().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up

@@ -6,7 +6,6 @@ gate. The ops work on chains and trees alike, from the state of a slot and what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,38 +13,35 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...ops import tree_conv1d, tree_recurrence
+from ...ops import gated_rms_norm, tree_conv1d, tree_recurrence
 from ..state_cache import ConvSpec, LayerState, RecurrenceSpec, StateSpec
 from .linear import Linear, Projection, fused, linear_of
-from .norm import RMSNorm
 from .paged_batch import PagedBatch, Sequences
 
 
 class GatedRMSNorm(NamedTuple):
     """RMSNorm of each group of a row's elements and a gate, in float32."""
 
-    weight: Tensor | None  # [D]; None: the gate alone
+    weight: Tensor | None  # [D], or one for all groups; None: the gate alone, a SiLU
     eps: float = 0.0
-    groups: int = 1
+    groups: int = 1  # of rows [T, D]
     gates_first: bool = False  # the gate multiplies what is normalized, not the result
-    activation: Callable[[Tensor], Tensor] = functional.silu  # of the gate
+    activation: str = "silu"  # of the gate, or "sigmoid"
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return [..., D] in the gate's dtype from x and gate [..., D]."""
-        factors = self.activation(gate.float())
+        """Return x's shape in the gate's dtype, from x [T, D], or [T, groups, D / groups], and gate [T, D]."""
         if self.weight is None:
-            return (x * factors).to(gate.dtype)
-        if not self.gates_first:
-            return (self._normed(x) * factors).to(gate.dtype)
-        return self._normed(x * factors).to(gate.dtype)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        """Return the rows normalized, in float32 or, if there is one group, in their dtype."""
-        assert self.weight is not None
-        if self.groups == 1 and x.dtype == self.weight.dtype:
-            return RMSNorm(self.weight, self.eps)(x)
-        grouped = x.float().view(*x.shape[:-1], self.groups, -1)
-        return functional.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).view(x.shape) * self.weight
+            return (x * functional.silu(gate.float())).to(gate.dtype)
+        grouped = x if x.dim() == 3 else x.view(len(x), self.groups, -1)
+        out: Tensor = gated_rms_norm(
+            grouped,
+            gate.view(grouped.shape),
+            self.weight,
+            self.eps,
+            gates_first=self.gates_first,
+            activation=self.activation,
+        )
+        return out.view(x.shape)
 
 
 class Conv(NamedTuple):
@@ -198,7 +194,7 @@ class GatedDeltaNet(RecurrentMixer):
             scale=sizes.key_dim**-0.5,
             l2norm_eps=self.EPS,
         )
-        return self.norm(out, gate.view(out.shape)).flatten(-2)
+        return self.norm(out, gate).flatten(-2)
 
 
 @dataclass
@@ -232,7 +228,7 @@ class KimiDeltaAttention(RecurrentMixer):
             gate_proj=linear_of(module.g_b_proj),
             decay=-forget.A_log.detach().float().exp().view(heads, 1),
             dt_bias=forget.dt_bias.detach(),
-            norm=GatedRMSNorm(module.o_norm.weight.detach(), module.o_norm.variance_epsilon, activation=torch.sigmoid),
+            norm=GatedRMSNorm(module.o_norm.weight.detach(), module.o_norm.variance_epsilon, activation="sigmoid"),
             sizes=RecurrenceSpec(heads, heads, dim, dim, decays_by_channel=True),
         )
 
@@ -256,7 +252,7 @@ class KimiDeltaAttention(RecurrentMixer):
             scale=dim**-0.5,
             l2norm_eps=self.EPS,
         )
-        return self.norm(out, heads_of(self.gate_proj(gate.contiguous()), heads)).flatten(-2)
+        return self.norm(out, self.gate_proj(gate.contiguous())).flatten(-2)
 
 
 @dataclass
