@@ -34,7 +34,7 @@ from specdec_kernels.engine import MTP, Draft, Eagle3, Engine, NewTokens, Sampli
 from specdec_kernels.engine.device.round import most_nodes
 from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.engine.drafts.model import DEFAULT_NUM_NODES
-from specdec_kernels.models.families import kv_numbers
+from specdec_kernels.models.families import family_of, kv_numbers
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
 from specdec_kernels.models.heads.mtp import MtpHead, config_of_layers
 from specdec_kernels.models.layers.moe import QuantizedExperts
@@ -392,13 +392,15 @@ class Bench:
     ) -> tuple[int, int, float]:
         """Return bytes and flops of a round's forward passes, and their least seconds, pass by pass.
 
-        A pass reads its weights once, and the target's pass all KV rows. Activations and logits are not counted, and
-        the target's head counts only for nodes that verification visits.
+        A pass reads its weights once, and the target's pass all KV rows and recurrent states. Activations and logits
+        are not counted, and the target's head counts only for nodes that verification visits.
         """
         setup, d = self.setup, self.setup.drafting
         config = self.target.config
         rows = setup.input + setup.output // 2
-        kv = kv_numbers(config, config.num_hidden_layers) * setup.dtype.itemsize * rows * batch
+        family = family_of(config)
+        kv = kv_numbers(config, family.num_kv_layers) * setup.dtype.itemsize * rows * batch
+        kv += 2 * sum(spec.nbytes for spec in family.state_specs(setup.dtype)) * batch  # states are read and written
         target_head = weights(self.target.get_output_embeddings())
         visited = math.ceil(batch * min(num_nodes, accept_length))
         num_rows = round(batch * num_nodes)
@@ -505,11 +507,12 @@ def memory_needed(setup: Setup, max_batch: int) -> int:
     if setup.drafting.kind is not None:
         models.append(meta_draft(setup.drafting.kind, setup.shape))
     rows = setup.num_pages(max_batch) * PAGE_SIZE
-    kv_width = sum(kv_numbers(m.config, m.config.num_hidden_layers) for m in models)
+    kv_width = sum(kv_numbers(m.config, family_of(m.config).num_kv_layers) for m in models)
+    states = max_batch * sum(spec.nbytes for spec in family_of(config).state_specs(setup.dtype))
     # A head shares the target's embeddings.
     shared = [0, *(m.embed_tokens.weight.numel() for m in models[1:] if isinstance(m, Eagle3Head))]
     elements = sum(p.numel() for m in models for p in m.parameters()) - sum(shared) + rows * kv_width
-    return int(1.1 * item * elements)
+    return int(1.1 * (item * elements + states))
 
 
 def meta_draft(kind: type[Eagle3 | MTP | Standalone], shape: str) -> nn.Module:
@@ -540,7 +543,7 @@ def free_memory(device: torch.device) -> int:
 
 def standalone_config(shape: str) -> Any:
     """Return the config of the small model that drafts for a shape."""
-    config = shape_config("tiny" if shape == "tiny" else "qwen3-0.6b")
+    config = shape_config("tiny" if shape.startswith("tiny") else "qwen3-0.6b")
     config.vocab_size = shape_config(shape).vocab_size
     return config
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from specdec_kernels.cli import main
 from specdec_kernels.engine import MTP, Eagle3, Engine, NewTokens, SamplingParams, Standalone
+from specdec_kernels.models.families import family_of
 from specdec_kernels.status import FinishReason
 from specdec_kernels.synthetic.acceptance import EvenAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
@@ -98,6 +99,22 @@ def test_shapes_are_configs_of_their_own(shape: str) -> None:
     assert config.num_attention_heads % config.num_key_value_heads == 0
     assert not config.tie_word_embeddings
     assert draft_vocab_of(config) < config.vocab_size
+
+
+def test_rounds_of_a_shape_with_fewer_layers_draft_with_an_mtp_layer(tmp_path: Path) -> None:
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--shape", "tiny", "--layers", "2", "--batch", "2", "--quick"]
+    assert main([*command, "--algorithm", "mtp", "--accept", "3", "--output", "60", "--json", str(record)]) == 0
+    [result] = json.loads(record.read_text())["results"]
+    assert (result["params"]["shape"], result["params"]["num_steps"]) == ("tiny:2", 3)
+    assert result["facts"]["accept_length"] == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize(("shape", "kv_layers", "mib"), [("qwen3.5-27b", 16, 147), ("qwen3-next-80b-a3b:12", 3, 18)])
+def test_hybrid_shapes_have_the_states_of_the_model(shape: str, kv_layers: int, mib: int) -> None:
+    family = family_of(shape_config(shape))
+    states = sum(spec.nbytes for spec in family.state_specs(torch.bfloat16))
+    assert family.num_kv_layers == kv_layers and states / 2**20 == pytest.approx(mib, abs=0.5)
 
 
 def test_synthetic_refuses_module_that_is_no_head() -> None:

@@ -45,6 +45,13 @@ class StateSpec:
     conv: ConvSpec
     recurrence: RecurrenceSpec | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of a sequence's state."""
+        window = (self.conv.width - 1) * self.conv.channels * self.conv.dtype.itemsize
+        each = self.recurrence
+        return window + (0 if each is None else 4 * each.value_heads * each.value_dim * each.key_dim)
+
 
 class LayerState(NamedTuple):
     """The state of one layer in all slots, and what it recorded of the last two trees.

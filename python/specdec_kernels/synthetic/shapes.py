@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from .names import SHAPES as SHAPES
 
@@ -41,6 +41,50 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             "max_position_embeddings": 40960,
             "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    # Three of four layers are gated delta nets.
+    "qwen3.5-27b": (
+        "qwen3_5_text",
+        {
+            "vocab_size": 248320,
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "qwen3-next-80b-a3b": (
+        "qwen3_next",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
         },
     ),
     "llama-3.1-8b": (
@@ -99,11 +143,16 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def shape_config(name: str, num_layers: int | None = None) -> Any:
-    """Return a new config of the shape, optionally with `num_layers`; untied embeddings, no end-of-text token."""
+    """Return a new config of the shape, optionally with `num_layers`; untied embeddings, no end-of-text token.
+
+    The name may have the number of layers after a colon, too.
+    """
+    name, _, layers = name.partition(":")
     kind, values = _CONFIGS[name]
-    if num_layers is not None:
-        values = values | {"num_hidden_layers": num_layers}
-    return kind(**values, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
+    if num_layers is not None or layers:
+        values = values | {"num_hidden_layers": num_layers or int(layers)}
+    values = values | {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
+    return AutoConfig.for_model(kind, **values) if isinstance(kind, str) else kind(**values)
 
 
 def draft_vocab_of(config: Any) -> int:

@@ -60,6 +60,7 @@ def add_command(bench: CommandParser) -> None:
     add_run_flags(parser)
     parser.add_argument("--batch", type=integers(1), metavar="N", help="requests in a batch, comma-separated")
     parser.add_argument("--shape", choices=SHAPES, help="shape of the target (qwen3-8b on a GPU, tiny on a CPU)")
+    parser.add_argument("--layers", type=at_least(1), metavar="N", help="layers of the target (the shape's)")
     parser.add_argument(
         "--algorithm",
         type=settings_or_classes,
@@ -188,6 +189,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
     rounds = load("engine.round")
     shape = args.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
     small = shape == "tiny"
+    shape = shape if args.layers is None else f"{shape}:{args.layers}"
     input, output = (args.input or (32 if small else 321)), (args.output or (32 if small else 215))
     if args.accept is not None:
         for flag, value in (
