@@ -18,6 +18,8 @@ from ..state_cache import ConvSpec, LayerState, RecurrenceSpec, StateSpec
 from .linear import Linear, Projection, fused, linear_of
 from .paged_batch import PagedBatch, Sequences
 
+NO_LIMIT = 0.0, float("inf")  # of time steps, which are never negative
+
 
 class GatedRMSNorm(NamedTuple):
     """RMSNorm of each group of a row's elements and a gate, in float32."""
@@ -265,7 +267,7 @@ class Mamba2(RecurrentMixer):
     skip: Tensor  # [heads] float32, D: what of the values is added to the outputs
     norm: GatedRMSNorm
     sizes: RecurrenceSpec
-    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    dt_limit: tuple[float, float] = NO_LIMIT
     factors: Tensor | None = None  # of the projection's outputs
 
     @property
@@ -279,7 +281,9 @@ class Mamba2(RecurrentMixer):
         projected = projected if self.factors is None else projected * self.factors
         gate, mixed, steps = torch.split(projected, [values, values + 2 * keys, sizes.value_heads], dim=-1)
         v, k, q = torch.split(self.conv(mixed, self.cache, rows).float(), [values, keys, keys], dim=-1)
-        steps = functional.softplus(steps.float() + self.dt_bias).clamp(*self.dt_limit)
+        steps = functional.softplus(steps.float() + self.dt_bias)
+        if self.dt_limit != NO_LIMIT:
+            steps = steps.clamp(*self.dt_limit)
         v = heads_of(v, sizes.value_heads)
         out = recurrence(
             heads_of(q, sizes.key_heads),
