@@ -79,9 +79,15 @@ class Mamba2Hybrid(Hybrid):
         return StateSpec(ConvSpec(channels, self.conv_width, dtype), sizes)
 
     def gated_norm(self, module: Any) -> GatedRMSNorm:
-        """Return the norm of a mixer's outputs."""
+        """Return the norm of a mixer's outputs, of groups of heads where the module's norm knows groups.
+
+        Bamba and Granite 4 of older versions of transformers normalize whole rows. That is the same for their published
+        models, which have one group.
+        """
         norm = module.norm
-        return GatedRMSNorm(norm.weight.detach(), norm.variance_epsilon, self.mamba_sizes.key_heads, gates_first=True)
+        has_groups = hasattr(norm, "group_size") or hasattr(norm, "n_groups")
+        groups = self.mamba_sizes.key_heads if has_groups else 1
+        return GatedRMSNorm(norm.weight.detach(), norm.variance_epsilon, groups, gates_first=True)
 
     def mamba(self, module: Any) -> Mamba2:
         """Return the mixer of a module.

@@ -26,7 +26,9 @@ class Rope(NamedTuple):
         """
         count = min(max_len + SPARE_POSITIONS, constant_len(rotary.config) or max_len + SPARE_POSITIONS)
         positions = torch.arange(count, device=device)[None]
-        if "mrope_section" in (getattr(rotary.config, "rope_parameters", None) or {}):
+        if hasattr(rotary, "mrope_section") or "mrope_section" in (
+            getattr(rotary.config, "rope_parameters", None) or {}
+        ):
             positions = positions.expand(3, 1, -1)  # one for each axis, equal for text
         tables = rotary.to(device)(torch.empty(0, dtype=torch.float32, device=device), positions, *kind)
         tables = tuple(table.flatten(0, -3) for table in tables)  # some have a row for each axis, equal for text
