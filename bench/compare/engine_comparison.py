@@ -8,6 +8,8 @@ a short one. Small batches run several times, from different places of the text.
 N-gram drafts are found in the prompts, which quote what will be written: passages of 4 to 24 tokens, separated by
 1 to 4 other tokens. No piece of text that counts is written twice, so no engine finds there what it wrote before.
 
+An MTP layer is a part of the target's checkpoint; MTP_RATE of its drafts are accepted, whatever the text.
+
 Engines take minutes to start. With `together` 2, two of them start at the same time, each with room for the KV of the
 largest batch and little more, and are measured in turn once both have started.
 """
@@ -26,14 +28,17 @@ from dataclasses import asdict, dataclass
 from itertools import count, islice
 from pathlib import Path
 from random import Random
+from shutil import rmtree
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from specdec_kernels.models.weights.mtp_layouts import QWEN
 from specdec_kernels.synthetic.acceptance import PublishedAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
+from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
 from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
 from ..ops.harness import Result
@@ -46,6 +51,7 @@ REQUESTS = 4  # at each batch size, at least
 SPARE_TOKENS = 64  # tokens of max_len beyond a request's, which engines keep free
 PASSAGE, BETWEEN = (4, 24), (1, 4)  # tokens of a quoted passage, and of other tokens between two passages
 LEAD = 8  # tokens of the text right before what is written, at the end of a prompt with quotes
+MTP_RATE = 0.85  # accepted drafts of an MTP layer: of the second token, DeepSeek-V3's report has 0.85 to 0.9
 QUOTES = f"quotes of {PASSAGE[0]} to {PASSAGE[1]}"
 
 
@@ -133,13 +139,18 @@ def groups_of(
 def write_checkpoints(c: Comparison) -> None:
     """Write target and head to `out`, unless they are there with the same options."""
     config = shape_config(c.shape, c.layers)
-    options = [c.shape, config.num_hidden_layers, c.acceptance, c.drafter, c.dtype, "two texts"]
+    mtp = [f"mtp {MTP_RATE}"] if any(ALGORITHMS[name].mtp for name in c.algorithms) else []
+    options = [c.shape, config.num_hidden_layers, c.acceptance, c.drafter, c.dtype, "two texts", *mtp]
     written = c.out / "synthetic.json"
     if written.exists() and json.loads(written.read_text()) == options:
         return
     c.out.mkdir(parents=True, exist_ok=True)
     target = synthetic_causal_lm(config, c.text, device=c.device, dtype=getattr(torch, c.dtype))
-    write_target(target, c.out / "target")
+    rmtree(c.out / "target", ignore_errors=True)  # its files may have other names
+    if mtp:
+        save_with_mtp(target, synthetic_mtp(target, c.text, MTP_RATE, QWEN), c.out / "target")
+    else:
+        write_target(target, c.out / "target")
     write_eagle3(synthetic_eagle3(target, c.text, PublishedAcceptance(c.acceptance, c.drafter)), c.out / "head")
     written.write_text(json.dumps(options))
     del target
@@ -264,7 +275,11 @@ def run_engine(
         found = json.loads(target.read_text()) if target.exists() else {"batches": []}
     measured = {line["batch"]: line for line in found.pop("batches")}
     results = []
-    accept = QUOTES if ALGORITHMS[algorithm].ngram else PublishedAcceptance(c.acceptance, c.drafter).name
+    accept = PublishedAcceptance(c.acceptance, c.drafter).name
+    if ALGORITHMS[algorithm].ngram:
+        accept = QUOTES
+    elif ALGORITHMS[algorithm].mtp:
+        accept = f"{MTP_RATE} of an MTP layer's drafts"
     for batch, runs in zip(c.batches, batches, strict=True):
         params = {
             "engine": engine, "algorithm": algorithm, "batch": batch, **steps_of(algorithm), "shape": c.shape,

@@ -35,6 +35,7 @@ class Algorithm:
     topk: int = 1
     num_nodes: int = 1
     adaptive: bool = False
+    mtp: bool = False  # draft with the target's MTP layer instead of the head
     ngram: bool = False  # draft what followed the last tokens elsewhere in the text
 
 
@@ -44,6 +45,7 @@ ALGORITHMS = {
     "tree": Algorithm(5, 10, 32),
     "adaptive": Algorithm(5, 10, 32, adaptive=True),
     "adaptive_chain": Algorithm(5, 1, 6, adaptive=True),
+    "mtp": Algorithm(3, 1, 4, mtp=True),
     "ngram": Algorithm(11, 1, 12, ngram=True),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from specdec_kernels import __version__
-from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams
+from specdec_kernels.engine import MTP, Draft, Eagle3, Engine, Ngram, SamplingParams
 
 from . import Algorithm, Generated, Job, max_batch
 
@@ -19,6 +19,8 @@ def draft_of(job: Job, a: Algorithm) -> Draft | None:
     """Return the draft of an algorithm."""
     if a.ngram:
         return Ngram(num_nodes=a.num_nodes)
+    if a.mtp:
+        return MTP(num_steps=a.num_steps, topk=a.topk, num_nodes=a.num_nodes)
     return Eagle3(job.head, num_steps=a.num_steps, topk=a.topk, num_nodes=a.num_nodes) if a.num_steps else None
 
 

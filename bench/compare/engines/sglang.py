@@ -37,8 +37,8 @@ def settings(job: Job, algorithm: Algorithm, ngram: str = "NGRAM") -> dict[str, 
         options |= {"speculative_algorithm": ngram, "speculative_num_draft_tokens": algorithm.num_nodes}
     elif algorithm.num_steps:
         options |= {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": job.head,
+            "speculative_algorithm": "NEXTN" if algorithm.mtp else "EAGLE3",
+            "speculative_draft_model_path": job.target if algorithm.mtp else job.head,
             "speculative_num_steps": algorithm.num_steps,
             "speculative_eagle_topk": algorithm.topk,
             "speculative_num_draft_tokens": algorithm.num_nodes,

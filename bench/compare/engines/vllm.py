@@ -44,7 +44,8 @@ class Runner:
         if algorithm.ngram:
             drafting = {"speculative_config": self.ngram | {"num_speculative_tokens": algorithm.num_steps}}
         elif algorithm.num_steps:
-            config = {"method": "eagle3", "model": job.head, "num_speculative_tokens": algorithm.num_steps}
+            model = {"method": "mtp"} if algorithm.mtp else {"method": "eagle3", "model": job.head}
+            config: dict[str, Any] = model | {"num_speculative_tokens": algorithm.num_steps}
             if algorithm.adaptive:  # vLLM's adaptive verification, since 0.28
                 config["enable_adaptive_verification"] = True
             drafting = {"speculative_config": config | self.options}  # the options of the target do not apply to drafts

@@ -13,7 +13,7 @@ from .output import NO_CUDA, add_device, add_json, add_models, find_device, load
 
 COMMAND = "bench engines"
 ENGINES = ("ours", "sglang", "sglang_fa3", "sglang_plugin", "vllm", "vllm_plugin")
-ALGORITHMS = ("plain", "chain", "tree", "adaptive", "adaptive_chain", "ngram")
+ALGORITHMS = ("plain", "chain", "tree", "adaptive", "adaptive_chain", "mtp", "ngram")
 
 EPILOG = """\
 A synthetic target and EAGLE-3 head are written to --out in published formats. Each engine loads them in a process of
@@ -30,6 +30,8 @@ engines:
 algorithms:
   plain, chain, tree, adaptive   as in `specdec bench round`; vLLM has no trees
   adaptive_chain                 chains of adaptive length; in vLLM, adaptive verification
+  mtp                            a chain of 3 steps by an MTP layer in the target's checkpoint, for shapes whose models
+                                 ship with one: the hybrids
   ngram                          12 tokens verified per round; prompts quote the expected output
 """
 
@@ -61,9 +63,9 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument(
         "--algorithm",
         type=words_of(ALGORITHMS),
-        default=list(ALGORITHMS),
+        default=[name for name in ALGORITHMS if name != "mtp"],
         metavar="NAME",
-        help="how to draft, comma-separated (all)",
+        help="how to draft, comma-separated (all but mtp)",
     )
     parser.add_argument(
         "--batch", type=integers(1), default=[1, 4, 16, 64], metavar="N", help="requests in a batch (1,4,16,64)"
