@@ -46,6 +46,8 @@ class Case:
 
 
 NEXTN, MIMO = f"model.layers.{NUM_LAYERS}.", "model.mtp_layers.0."
+QWEN = {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
+QWEN |= {"post_norm": "mtp.norm"}
 CASES = {
     "glm4_moe": Case(
         "glm4_moe",
@@ -72,30 +74,19 @@ CASES = {
     ),
     "qwen3_next": Case(
         "qwen3",
-        {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
-        | {"post_norm": "mtp.norm"},
+        QWEN,
         "mtp.layers.0.",
     ),
     "qwen3_next hybrid": Case(
         "qwen3_next",
-        {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
-        | {"post_norm": "mtp.norm"},
+        QWEN,
         "mtp.layers.0.",
         changes=DELTA | EXPERTS | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
         adds_one=True,
     ),
     "qwen3_5 hybrid": Case(
         "qwen3_5_text",
-        {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
-        | {"post_norm": "mtp.norm"},
-        "mtp.layers.0.",
-        changes=DELTA | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
-        adds_one=True,
-    ),
-    "qwen3_5": Case(
-        "qwen3_5_text",
-        {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
-        | {"post_norm": "mtp.norm"},
+        QWEN,
         "mtp.layers.0.",
         changes=DELTA | {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
         adds_one=True,
