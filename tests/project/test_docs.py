@@ -186,6 +186,16 @@ def test_op_table_names_every_compiled_op() -> None:
     assert sorted(named) == sorted([*(op for op in public_ops() if native_halves(op)), "NgramIndex"])
 
 
+def test_pages_count_the_model_types_that_work() -> None:
+    """The list is written by a run over all of them; other pages repeat its count."""
+    works = sum("| yes |" in line for line in (ROOT / "docs/models.md").read_text().splitlines())
+    counts = re.findall(
+        r"(\d+) (?:Hugging Face )?(?:model )?types (?:work|\()|(\d+) (?:Hugging Face )?model types",
+        "\n".join(map(Path.read_text, PAGES)),
+    )
+    assert {int(one or other) for one, other in counts} == {works} and len(counts) > 2
+
+
 def test_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 120
 
