@@ -1071,6 +1071,15 @@ def test_metrics_have_names_of_vllm_and_sglang() -> None:
         info = json.loads(running.ask("/get_server_info")[2])
         assert info["internal_states"] == [{"avg_spec_accept_length": length}]
 
+        def alarm() -> list[float | None]:
+            names = "draft_collapsed", "draft_collapses_total", "draft_recent_accepted_per_round"
+            got = samples(running)
+            return [got.get(f'specdec:{name}{{model_name="tiny"}}') for name in names]
+
+        assert alarm() == [0, 0, None]
+        running.engine.core.threads.acceptance.add(-1, 1 << 20, 1 << 22, 0)
+        assert alarm() == [1, 1, pytest.approx(0, abs=1e-3)]
+
 
 # --- the command
 

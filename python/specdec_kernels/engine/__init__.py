@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 from ..models.heads.checkpoint import HeadCheckpoint
+from .acceptance import AcceptanceRates, DraftAcceptance
 from .async_engine import AsyncEngine, AsyncRequest, merge_streams
 from .drafts import (
     MTP,
@@ -40,11 +41,13 @@ from .transfer.migration import ExportedRequest
 
 __all__ = [
     "MTP",
+    "AcceptanceRates",
     "AsyncEngine",
     "AsyncRequest",
     "AttentionCall",
     "Committed",
     "Draft",
+    "DraftAcceptance",
     "DraftBudget",
     "DraftContext",
     "DraftRequest",

@@ -19,6 +19,7 @@ from ..models.weights.adapters import with_base
 from ..models.weights.checkpoint import expect_folder
 from ..models.weights.model_config import config_of, model_name
 from ..status import FinishReason
+from .acceptance import AcceptanceMonitor
 from .config import EngineConfig, Machine
 from .drafts import Draft, Learner
 from .drafts.composition import close_draft, expect_closed, having
@@ -108,7 +109,7 @@ class EngineCore:
         self.executor, self.scheduler, self.stream = self.runtime.executor, self.runtime.scheduler, self.runtime.stream
         self.config, self.target, self.state = self.runtime.config, self.executor.target, self.executor.state
         self.inputs = InputProcessor(self.config, self.target, self.draft, tokenizer, no_tokenizer)
-        self.threads = EngineThreads(self.scheduler, self.stream)
+        self.threads = EngineThreads(self.scheduler, self.stream, AcceptanceMonitor(self.draft))
         self.weights = WeightManager(self.runtime, self.threads)
         self._closer = weakref.finalize(self, close, self.threads, self.draft)  # also when the interpreter ends
 
@@ -251,7 +252,8 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return counts and times of rounds so far."""
-        return read_stats(self.scheduler, self.config, self.threads.emit_seconds)
+        threads = self.threads
+        return read_stats(self.scheduler, self.config, threads.emit_seconds, threads.acceptance.read())
 
     def close(self) -> None:
         """Cancel all requests, end the threads and close the draft. Idempotent, from any thread."""

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, fields
 
 from .._C import RoundCosts, Scheduler
+from .acceptance import DraftAcceptance
 from .config import EngineConfig
 
 
@@ -30,6 +31,7 @@ class EngineStats:
         rounds_by_nodes: rounds by nodes verified per request of the batch size. 1 is plain decoding; at 1.5 two
             requests share 3 nodes.
         costs: round times measured at startup; None for an engine that is not adaptive.
+        acceptance: whether acceptance of the draft has collapsed, and its rates; of two readings, that of the later.
     """
 
     rounds: int
@@ -46,14 +48,17 @@ class EngineStats:
     gap_seconds: float
     rounds_by_nodes: dict[float, int]
     costs: RoundCosts | None
+    acceptance: DraftAcceptance
 
     def __sub__(self, before: EngineStats) -> EngineStats:
         rounds = {nodes: count - before.rounds_by_nodes[nodes] for nodes, count in self.rounds_by_nodes.items()}
-        counts = [field.name for field in fields(self) if field.name not in ("rounds_by_nodes", "costs")]
+        states = "rounds_by_nodes", "costs", "acceptance"
+        counts = [field.name for field in fields(self) if field.name not in states]
         return EngineStats(
             **{name: getattr(self, name) - getattr(before, name) for name in counts},
             rounds_by_nodes=rounds,
             costs=self.costs,
+            acceptance=self.acceptance,
         )
 
     def _per_round(self, seconds: float) -> float:
@@ -86,7 +91,9 @@ class EngineStats:
         return self.gap_seconds / (busy + self.gap_seconds) if busy else None
 
 
-def read_stats(scheduler: Scheduler, config: EngineConfig, emit_seconds: float) -> EngineStats:
+def read_stats(
+    scheduler: Scheduler, config: EngineConfig, emit_seconds: float, acceptance: DraftAcceptance
+) -> EngineStats:
     """Return the scheduler's counts. Device times are those of rounds whose results have been read."""
     times = scheduler.times
     return EngineStats(
@@ -104,6 +111,7 @@ def read_stats(scheduler: Scheduler, config: EngineConfig, emit_seconds: float) 
         gap_seconds=1e-9 * times.gaps,
         rounds_by_nodes=rounds_by_nodes(scheduler, config),
         costs=scheduler.costs,
+        acceptance=acceptance,
     )
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..status import FinishReason
+from .acceptance import AcceptanceMonitor
 from .request import BaseRequest, OnUpdate
 
 if TYPE_CHECKING:
@@ -53,10 +54,12 @@ class EngineThreads:
         threads: empty until the first request.
         emit_seconds: total time spent on delivering results.
         unready: why no request can start; empty if one can.
+        acceptance: watches how many draft tokens are accepted.
     """
 
-    def __init__(self, scheduler: Scheduler, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, scheduler: Scheduler, stream: torch.cuda.Stream | None, acceptance: AcceptanceMonitor) -> None:
         self.emit_seconds = 0.0
+        self.acceptance = acceptance
         self.unready = ""
         self.scheduler, self._stream = scheduler, stream
         self._process = os.getpid()
@@ -120,6 +123,10 @@ class EngineThreads:
     def num_requests(self) -> int:
         """Return the number of requests that have not ended."""
         return len(self._requests)
+
+    def forget_acceptance(self) -> None:
+        """Let the watch on acceptance start over, for new weights."""
+        self.acceptance.forget(set(self._requests))
 
     def refuse_requests(self, reason: str) -> None:
         """Let no request start from now on. Raise RuntimeError if some run or wait."""
@@ -208,11 +215,14 @@ class EngineThreads:
                 self.scheduler.cancel(update.request_id)
                 continue
             is_last = update.reason != FinishReason.RUNNING
+            stats = request.output.stats
+            rounds, drafted, accepted = stats.rounds, stats.drafted, stats.accepted
             try:
                 has_update = request.add_update(update)
             except BaseException as error:
                 request.fail(error, released=is_last)
                 has_update = is_last
+            self.acceptance.add(request.id, stats.rounds - rounds, stats.drafted - drafted, stats.accepted - accepted)
             if has_update:
                 updated.setdefault(request.on_update, []).append(request)
             if is_last:

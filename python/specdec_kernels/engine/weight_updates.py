@@ -52,6 +52,7 @@ class WeightManager:
             with self._threads.paused(restart=True), on_stream(self._runtime.stream):
                 given.write()
                 self._checksum = None
+                self._threads.forget_acceptance()
             if self._threads.unready:
                 self._missing.record(given.updates)
                 self._threads.unready = why_unready(self._missing)

@@ -184,6 +184,15 @@ class Metrics(Collector):
             per_position.add_metric([*self._label, str(position)], reached)
         yield per_position
         yield gauge("sglang:spec_accept_length", "Mean tokens per round", self.totals.accept_length)
+        acceptance = stats.acceptance
+        yield gauge("specdec:draft_collapsed", "1 while acceptance of the draft is collapsed", acceptance.collapsed)
+        yield counter("specdec:draft_collapses", "Times that acceptance of the draft collapsed", acceptance.collapses)
+        if acceptance.recent is not None:
+            yield gauge(
+                "specdec:draft_recent_accepted_per_round",
+                "Accepted draft tokens per round in the last full window",
+                acceptance.recent.per_round,
+            )
         for field in fields(stats):
             value = getattr(stats, field.name)
             if isinstance(value, int | float):
