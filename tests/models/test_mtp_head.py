@@ -173,6 +173,14 @@ def rewrite(folder: Path, change: Any) -> None:
             "has mtp.pre_fc_norm_hidden.weight of shape [7], expected [96]",
         ),
         (
+            lambda tensors: tensors | {"mtp.embed_tokens.weight": torch.ones(7, 96)},
+            "has mtp.embed_tokens.weight of shape [7, 96], expected [199, 96]",
+        ),
+        (
+            lambda tensors: tensors | {"mtp.lm_head.weight": torch.ones(199)},
+            "has mtp.lm_head.weight of shape [199], expected [199, 96]",
+        ),
+        (
             lambda tensors: tensors | {"mtp.gate.weight": torch.ones(7), "mtp.layers.0.x": torch.ones(1)},
             "has mtp.layers.0.x, mtp.gate.weight, which this engine does not know",
         ),

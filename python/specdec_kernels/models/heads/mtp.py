@@ -262,6 +262,9 @@ def load_checkpoint(checkpoint: MtpCheckpoint, target: CausalLM) -> MtpHead:
     for path, kind in ((EMBEDDING, nn.Embedding), (LM_HEAD, nn.Linear)):
         weight = tensors.pop(f"{path}.weight", None)
         if path not in modules and weight is not None:
+            if list(weight.shape) != (expected := [config.vocab_size, config.hidden_size]):
+                stored = checkpoint.prefix + checkpoint.layout.stored_name(f"{path}.weight")
+                raise ValueError(f"{what} has {stored} of shape {list(weight.shape)}, expected {expected}")
             modules[path] = module_of(kind, weight)
     of_layer = {key: tensors.pop(key) for key in list(tensors) if key.startswith((f"{LAYERS}.", f"{FINAL_NORM}."))}
     lm, faults = model_of_layers(config, of_layer, tuple(modules), target.embedding.weight.dtype)
