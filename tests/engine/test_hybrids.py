@@ -345,5 +345,34 @@ def test_states_are_counted_and_what_they_rule_out_is_refused(device: torch.devi
         assert not engine.config.prefix_cache
 
 
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("qwen3_next", {"linear_conv_kernel_dim": 9}, "model: convolutions have 9 taps, expected 2 to 8"),
+        ("falcon_h1", {"mamba_d_state": 300}, "model: states have a dimension of 300, expected at most 256"),
+        ("bamba", {"hidden_act": "gelu"}, "model: hidden_act is 'gelu', expected 'silu'"),
+        (
+            "lfm2",
+            {"layer_types": ["conv"] * 4},
+            "model: lfm2 has no attention in its layers, expected some that have",
+        ),
+    ],
+)
+def test_auto_names_what_our_layers_lack_for_a_hybrid(
+    case: str, changes: dict[str, Any], message: str, device: torch.device
+) -> None:
+    """Transformers' modules would be refused for their states, which says nothing about the config."""
+    with pytest.raises(ValueError) as error:
+        make_engine(hybrid_module(case, **changes), None, device, implementation="auto")
+    assert str(error.value) == message
+
+
+def test_auto_names_a_hybrid_s_mismatch(device: torch.device) -> None:
+    module = deepcopy(module_of("lfm2"))
+    module.lm_head.register_forward_hook(lambda _, __, logits: -logits)
+    with pytest.raises(ValueError, match=r"gives other logits than our layers.*\(no other backend keeps recurrent"):
+        make_engine(module, None, device, implementation="auto")
+
+
 class Sum(LocalReduction):
     """A reduction that no test runs."""

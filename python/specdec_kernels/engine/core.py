@@ -97,7 +97,7 @@ class EngineCore:
         try:
             self.runtime = opened(config)
         except ModuleMismatchError as error:
-            if options.implementation != "auto":
+            if options.implementation != "auto" or config.state_bytes:  # no other backend keeps recurrent states
                 raise
             mismatch = str(error)
         if mismatch:  # the first model is freed by now

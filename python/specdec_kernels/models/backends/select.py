@@ -33,7 +33,7 @@ def implementation_of(config: Any, max_len: int, implementation: str = "auto", n
         name: of the model in errors.
 
     Raises:
-        ValueError: no such implementation; native, for a model that our layers cannot express.
+        ValueError: no such implementation; native, or a hybrid, for a model that our layers cannot express.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"Engine: implementation is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
@@ -48,8 +48,19 @@ def implementation_of(config: Any, max_len: int, implementation: str = "auto", n
     try:
         check_supported(config, max_len, name)
     except ValueError:
+        if is_hybrid(config):  # transformers' modules keep one recurrent state, which no tree can share
+            raise
         return "transformers"
     return "native"
+
+
+def is_hybrid(config: Any) -> bool:
+    """Return whether a registered family makes layers with a recurrent state for this config."""
+    try:
+        family = family_of(config)
+    except ValueError:
+        return False
+    return bool(family.state_specs(torch.float32))
 
 
 def open_language_model(

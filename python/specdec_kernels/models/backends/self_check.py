@@ -89,10 +89,12 @@ def check_against_module(lm: LanguageModel, dtype: torch.dtype, name: str) -> No
         largest = LARGEST_WITH_STEPS
     far = difference(theirs, tree_logits(lm, tokens, prefix, parents), dtype)
     if not far <= largest:  # nor a NaN
+        hint = "implementation='transformers' runs its modules"
+        if lm.states is not None:
+            hint = "no other backend keeps recurrent states; if it runs with dtype='float32', only rounding differs"
         raise ModuleMismatchError(
             f"{name}: {type(module).__name__} of transformers {transformers.__version__} gives other logits than our "
-            f"layers, {far:.2g} of their spread apart, expected at most {largest} "
-            "(implementation='transformers' runs its modules)"
+            f"layers, {far:.2g} of their spread apart, expected at most {largest} ({hint})"
         )
 
 
