@@ -169,6 +169,14 @@ def rewrite(folder: Path, change: Any) -> None:
             "lacks mtp.layers.0.mlp.up_proj.weight",
         ),
         (
+            lambda tensors: {key: t for key, t in tensors.items() if key != "mtp.fc.weight"},
+            "lacks mtp.fc.weight",
+        ),
+        (
+            lambda tensors: {key: t for key, t in tensors.items() if key != "mtp.pre_fc_norm_hidden.weight"},
+            "lacks mtp.pre_fc_norm_hidden.weight",
+        ),
+        (
             lambda tensors: tensors | {"mtp.pre_fc_norm_hidden.weight": torch.ones(7)},
             "has mtp.pre_fc_norm_hidden.weight of shape [7], expected [96]",
         ),

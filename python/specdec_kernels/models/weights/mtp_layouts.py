@@ -92,9 +92,9 @@ class MtpLayout:
         return self.prefix.format(layer=num_layers)
 
     def fits(self, names: Iterable[str], num_layers: int) -> bool:
-        """Return whether a checkpoint with tensors of these names has an MTP layer of this layout."""
+        """Return whether a checkpoint with tensors of these names has an MTP layer of this layout, if only in part."""
         prefix = self.prefix_of(num_layers)
-        return {f"{prefix}{self.projection}.weight", f"{prefix}{self.state_norm}.weight"} <= set(names)
+        return not {f"{prefix}{self.projection}.weight", f"{prefix}{self.state_norm}.weight"}.isdisjoint(names)
 
     def layers(self, names: Iterable[str], num_layers: int) -> list[int]:
         """Return the indices of MTP layers, increasing."""
