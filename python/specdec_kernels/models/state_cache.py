@@ -74,7 +74,8 @@ class StateCache:
     these records the next pass adds those of the accepted path to the state, in the kernel that reads it anyway. Until
     then the path is *pending*. A pass without a mask (a prompt) changes the states at once.
 
-    Each pass over a tree must be followed by one `move`, since the path that was pending is in the state then.
+    Each pass over a tree must be followed by one `move`: the pass has added the pending path to the state, and another
+    pass would add it again.
     """
 
     specs: tuple[StateSpec, ...]
