@@ -194,7 +194,7 @@ def rewrite(folder: Path, change: Any) -> None:
         ),
         (
             lambda tensors: tensors | {"mtp.layers.1.mlp.up_proj.weight": torch.ones(7)},
-            "has MTP layers 0, 1, expected one alone (layers in turn are not supported)",
+            "has MTP layers 0, 1, expected one alone (a chain of this layout is not supported)",
         ),
         (
             lambda tensors: tensors | {"mtp.fc.weight": tensors["mtp.fc.weight"].to(torch.float8_e4m3fn)},

@@ -126,6 +126,34 @@ def write_target_with_mtp(folder: Path, name: str, **extra: Tensor) -> Path:
     return folder
 
 
+def write_target_with_chain(folder: Path, num_mtp_layers: int) -> Path:
+    """Write a GLM of NUM_LAYERS layers with several MTP layers, each with an LM head of its own."""
+    case = CASES["glm4_moe"]
+    save_random_model(folder, case.model_type, num_hidden_layers=NUM_LAYERS + num_mtp_layers, **case.changes)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": num_mtp_layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    hidden = config["hidden_size"]
+    torch.manual_seed(6)
+    for layer in range(num_mtp_layers):
+        for part, stored in case.names.items():
+            shape = (hidden, 2 * hidden) if part == "eh_proj" else (hidden,)
+            values = torch.randn(shape) / hidden**0.5 if part == "eh_proj" else torch.rand(shape) + 0.5
+            tensors[f"{of_layer(stored, layer)}.weight"] = values
+        for module, stored in case.own.items():
+            noise = torch.randn_like(tensors[f"{module}.weight"]) / hidden**0.5 if module == "lm_head" else 0
+            tensors[f"{of_layer(stored, layer)}.weight"] = tensors[f"{module}.weight"] + noise
+    tensors["model.norm.weight"] = torch.rand(hidden) + 0.5
+    save_file({key: t.contiguous() for key, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def of_layer(stored: str, layer: int) -> str:
+    """Return the name of a module in another MTP layer than the first."""
+    return stored.replace(NEXTN, f"model.layers.{NUM_LAYERS + layer}.")
+
+
 def write_nemotron_with_mtp(folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
     """Write a Nemotron-H whose MTP layer is attention and experts.
 
@@ -154,24 +182,32 @@ class Reference:
     """The MTP layer of a checkpoint by its published formula, over a whole text at once.
 
     The decoder layer is transformers' own.
+
+    Args:
+        folder: of the checkpoint.
+        name: of its case.
+        layer: which of several MTP layers.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, layer: int = 0) -> None:
         self.case, tensors = CASES[name], load_file(folder / "model.safetensors")
         self.target: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self.weights = {part: tensors[f"{stored}.weight"] for part, stored in self.case.names.items()}
+        names = {part: of_layer(stored, layer) for part, stored in self.case.names.items()}
+        own = {module: of_layer(stored, layer) for module, stored in self.case.own.items()}
+        self.weights = {part: tensors[f"{stored}.weight"] for part, stored in names.items()}
         self.weights.setdefault("post_norm", tensors["model.norm.weight"])
         embedding, head = ("model.embed_tokens", "lm_head")
         if self.case.adds_one:
             self.weights |= {part: self.weights[part] + 1 for part in ("enorm", "hnorm", "post_norm")}
-        self.embedding = tensors[f"{self.case.own.get(embedding, embedding)}.weight"]
-        self.head = tensors[f"{self.case.own.get(head, head)}.weight"]
+        self.embedding = tensors[f"{own.get(embedding, embedding)}.weight"]
+        self.head = tensors[f"{own.get(head, head)}.weight"]
         config = copy.deepcopy(self.target.config)
         config.num_hidden_layers += 1
         if getattr(config, "layer_types", None):
             config.layer_types = [*config.layer_types, "full_attention"]
         last = f"model.layers.{NUM_LAYERS}."
-        block = {key.replace(self.case.block, last): t for key, t in tensors.items() if key.startswith(self.case.block)}
+        stored = of_layer(self.case.block, layer)
+        block = {key.replace(stored, last): t for key, t in tensors.items() if key.startswith(stored)}
         longer = type(self.target).from_pretrained(None, config=config, state_dict=tensors | block, dtype=torch.float32)
         self.block, self.rotary = longer.model.layers[NUM_LAYERS].eval(), longer.model.rotary_emb
 
@@ -204,3 +240,25 @@ class Reference:
             logits.append(self.head @ last)
             tokens, states = [*tokens, int(logits[-1].argmax())], torch.cat([states, last[None]])
         return tokens[len(text) - 1 :], torch.stack(logits)
+
+
+class ChainReference:
+    """Several MTP layers of a GLM by the formula of DeepSeek-V3, over a whole text at once.
+
+    Row i of layer m pairs token i + m + 1 with row i of layer m - 1.
+    """
+
+    def __init__(self, folder: Path, num_layers: int) -> None:
+        self.layers = [Reference(folder, "glm4_moe", layer) for layer in range(num_layers)]
+        self.target = self.layers[0].target
+
+    @torch.inference_mode()
+    def chain(self, text: list[int], steps: int, given: list[int] | None = None) -> tuple[list[int], Tensor]:
+        """Return the likeliest chain after a text, or after its `given` first nodes, and its logits [steps, V]."""
+        states = self.target.model(torch.tensor([text])).last_hidden_state[0, :-1]
+        tokens, logits, nodes = list(text), [], given or []
+        for index, layer in enumerate(self.layers[:steps]):
+            states = layer.states(tokens[index + 1 :], states)
+            logits.append(layer.head @ states[-1])
+            tokens.append(nodes[index] if index < len(nodes) else int(logits[-1].argmax()))
+        return tokens[len(text) :], torch.stack(logits)

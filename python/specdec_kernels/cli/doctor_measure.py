@@ -107,8 +107,17 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
     """Return the acceptance of a draft that is not open yet, configured for a chain of `num_steps`.
 
     `pairing` shifts the features relative to the tokens: above 0, rows get the states of later tokens.
+
+    Raises:
+        ValueError: a draft whose rows depend on more than one token after them.
     """
-    layers = [target.feature_layers.index(layer) for layer in draft.needs(target.config).feature_layers]
+    needs = draft.needs(target.config)
+    if needs.lookahead > 1:  # a slot would write over rows of the text that all slots share
+        raise ValueError(
+            f"doctor: {type(draft).__name__} has rows that depend on {needs.lookahead} tokens after them, expected 1 "
+            "(of several MTP layers only the first can be measured, with --speculative-num-steps 1)"
+        )
+    layers = [target.feature_layers.index(layer) for layer in needs.feature_layers]
     longest = max(len(text.tokens) for text in texts)
     num_slots = max(len(roots_of(text, num_steps)) for text in texts)
     own = num_steps + 2  # rows of a slot after the shared text

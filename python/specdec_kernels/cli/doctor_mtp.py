@@ -52,7 +52,7 @@ def mtp_shifts(folder: Path | None, num_steps: int, target: Any) -> Iterator[Shi
         return changed(lambda checkpoint: replace(checkpoint, layout=replace(checkpoint.layout, **values)))
 
     def offset(by: float) -> Callable[[], Draft]:
-        return changed(lambda c: OffsetNorms(c.folder, c.config, c.layout, by))
+        return changed(lambda c: OffsetNorms(**{**vars(c), "by": by}))
 
     try:
         layout = MTP(folder).checkpoint(target).layout

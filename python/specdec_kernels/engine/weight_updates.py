@@ -128,8 +128,8 @@ class NewWeights:
             expect_tensors(weights, name)
             rest = dict(weights)
             for owner in having(draft, HasWeights):  # a draft may come with the target's checkpoint
-                prefix = owner.tensor_prefix
-                own = {key: rest.pop(key) for key in list(rest) if prefix and key.startswith(prefix)}
+                prefixes = owner.tensor_prefixes
+                own = {key: rest.pop(key) for key in list(rest) if key.startswith(prefixes)}
                 self.updates += owner.updates(own, name)
             self.updates += target.updates(rest, name)
         for part, (given, name) in zip(leaves(draft), of_parts(draft, draft_weights), strict=True):

@@ -71,12 +71,12 @@ class HasWeights(ABC):
     """A draft with weights that can be updated and offloaded.
 
     Attributes:
-        tensor_prefix: of its tensors' names in the target's checkpoint; empty: its checkpoint is its own.
+        tensor_prefixes: of its tensors' names in the target's checkpoint; none: its checkpoint is its own.
     """
 
     @property
-    def tensor_prefix(self) -> str:
-        return ""
+    def tensor_prefixes(self) -> tuple[str, ...]:
+        return ()
 
     @property
     @abstractmethod

@@ -49,14 +49,15 @@ class HeadDraft(ModelDraft):
         return model_name(self.head.source if isinstance(self.head, HeadCheckpoint) else self.head)
 
     @property
-    def tensor_prefix(self) -> str:
-        return self.head.prefix if isinstance(self.head, HeadCheckpoint) else ""
+    def tensor_prefixes(self) -> tuple[str, ...]:
+        prefix = self.head.prefix if isinstance(self.head, HeadCheckpoint) else ""
+        return (prefix,) if prefix else ()
 
     def needs(self, target: Any) -> Needs:
         config = config_of_head(self.kind, self.head)
         layers = self.feature_layers(config, target.num_hidden_layers)
         needs = self.model_needs(config, num_layers_of(self.kind, self.head), feature_layers=layers)
-        return replace(needs, tensor_prefixes=(self.tensor_prefix,) if self.tensor_prefix else ())
+        return replace(needs, tensor_prefixes=self.tensor_prefixes)
 
     def open(self, context: DraftContext) -> None:
         super().open(context)
@@ -64,7 +65,7 @@ class HeadDraft(ModelDraft):
         self.id_map = self.module.id_map
         # For each slot, and for slot -1, the feature that all depth-1 nodes share.
         like = context.target.embedding.weight
-        self.last_hidden = like.new_zeros(context.num_slots + 1, self.module.config.hidden_size)
+        self.last_hidden = like.new_zeros(context.num_slots + 1, self.module.feature_size)
         self.allocate_backlog_features(like, len(self.needs(context.target.config).feature_layers) * like.shape[1])
         if self.sampled:
             self.allocate_root_logits(self.module.logits(self.last_hidden[:1]))
@@ -89,8 +90,7 @@ class HeadDraft(ModelDraft):
         self, depth: int, tokens: Tensor, positions: Tensor, features: Features | None, rows: PagedBatch
     ) -> tuple[Tensor, Tensor]:
         assert features is not None
-        hidden, normed = self.module(tokens, features, positions, rows, depth=depth)
-        return self.module.logits(normed), hidden
+        return self.module.step(depth, tokens, positions, features, rows)
 
     def prefill(self, prefill: PrefillRows, features: Tensor | None) -> None:
         assert features is not None

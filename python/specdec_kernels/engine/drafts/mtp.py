@@ -1,6 +1,7 @@
-"""MTP: the multi-token-prediction layer that a target ships with drafts.
+"""MTP: the multi-token-prediction layers that a target ships with draft.
 
-Rows are those of an EAGLE head: row i pairs token i+1 with the state of position i.
+Rows are those of an EAGLE head: row i pairs token i+1 with the state of position i. Further layers are a chain
+(`MtpChain`).
 """
 
 from __future__ import annotations
@@ -9,9 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ...models.families import family_of
+from ...models.heads.base import DraftHead
 from ...models.heads.mtp import MtpCheckpoint, MtpHead, config_of_layers, load_mtp_head
+from ...models.heads.mtp_chain import MtpChain, load_mtp_chain
+from ...models.kv_pools import KvPools
+from ...models.layers.paged_batch import PagedBatch
 from ...models.weights.model_config import model_name
+from ...ops import DraftExtendInputs
 from .context import DraftContext
 from .eagle import FrequentTokensDraft
 from .needs import Needs
@@ -21,7 +30,8 @@ from .needs import Needs
 class MTP(FrequentTokensDraft):
     """Drafts with a multi-token-prediction (MTP) layer, such as GLM-4.5's or MiMo's (docs/heads.md).
 
-    The layer is applied once for each step.
+    One layer is applied once for each step. If the checkpoint has several, each drafts one step, and a text has no
+    drafts until it has more than `num_steps` tokens.
 
     Args:
         head: folder or hub id of a language model with the layer, or an `MtpHead`; None: the target's own checkpoint.
@@ -29,7 +39,7 @@ class MTP(FrequentTokensDraft):
         vocabulary: as for `Eagle`.
 
     Raises:
-        ValueError: as for `Eagle3`; a checkpoint without an MTP layer, or with several.
+        ValueError: as for `Eagle3`; a checkpoint without an MTP layer, or with several that are fewer than `num_steps`.
     """
 
     head: str | Path | MtpHead | None = None
@@ -46,19 +56,64 @@ class MTP(FrequentTokensDraft):
         return "target" if self.head is None else model_name(self.head)
 
     @property
-    def tensor_prefix(self) -> str:
-        return self.module.prefix if self.head is None and self.is_open else ""
+    def tensor_prefixes(self) -> tuple[str, ...]:
+        if self.head is not None or not self.is_open:
+            return ()
+        return self.module.prefixes if isinstance(self.module, MtpChain) else (self.module.prefix,)
+
+    @property
+    def pools(self) -> list[KvPools]:
+        return self.module.all_pools if isinstance(self.module, MtpChain) else super().pools
 
     def needs(self, target: Any) -> Needs:
         self.check_vocabulary(target.vocab_size)
         source = self.source(target)
-        num_layers = family_of(config_of_layers(source.config, has_experts=False)).num_kv_layers
+        num_chained = self.num_chained(source)
+        num_layers = num_chained * family_of(config_of_layers(source.config, has_experts=False)).num_kv_layers
         needs = self.model_needs(source.config, num_layers, feature_layers=(target.num_hidden_layers,))
-        return replace(needs, tensor_prefixes=(source.prefix,) if self.head is None else ())
+        return replace(
+            needs,
+            kv_numbers=needs.kv_numbers + (num_chained - 1) * source.config.hidden_size,
+            tensor_prefixes=self.prefixes_in_target(source),
+            lookahead=num_chained,
+        )
 
-    def load_whole(self, context: DraftContext) -> MtpHead:
+    def prefixes_in_target(self, source: MtpCheckpoint | MtpHead) -> tuple[str, ...]:
+        """Return the prefixes of the layers in the target's checkpoint; none if they are in another."""
+        if self.head is not None:
+            return ()
+        assert isinstance(source, MtpCheckpoint)
+        return tuple(source.layer(index).prefix for index in range(self.num_chained(source)))
+
+    def num_chained(self, source: MtpCheckpoint | MtpHead) -> int:
+        """Return how many layers draft: one for all steps, or of several one for each step."""
+        num_layers = source.num_layers if isinstance(source, MtpCheckpoint) else 1
+        if 1 < num_layers < self.num_steps:
+            raise ValueError(
+                f"MTP: num_steps is {self.num_steps}, expected at most {num_layers} for a checkpoint with "
+                f"{num_layers} MTP layers, each of which drafts one step"
+            )
+        return 1 if num_layers == 1 else self.num_steps
+
+    def load_whole(self, context: DraftContext) -> DraftHead:
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
-        return load_mtp_head(self.source(context.target.config), context.target, **sizes)
+        source = self.source(context.target.config)
+        num_chained = self.num_chained(source)
+        if num_chained == 1:
+            return load_mtp_head(source, context.target, **sizes)
+        assert isinstance(source, MtpCheckpoint)
+        return load_mtp_chain(source, num_chained, context.target, **sizes)
+
+    def run_committed(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
+        super().run_committed(extend, features, rows)
+        if not isinstance(self.module, MtpChain):
+            return
+        # Some layer has no row of the root yet, so a text that is shorter gets no drafts.
+        assert rows.num_valid is not None
+        lens = rows.prefix_lens[rows.slots.clamp(min=0)] + rows.num_valid
+        is_short = (lens < len(self.module.heads))[:, None]
+        children = self.root_logits if self.sampled else self.child_logprobs
+        children[extend.kept_slots] = children[extend.kept_slots].masked_fill(is_short, -torch.inf)
 
     def source(self, target: Any) -> MtpCheckpoint | MtpHead:
         """Return where the layer is, given the target's config."""

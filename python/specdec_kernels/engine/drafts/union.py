@@ -63,6 +63,7 @@ class Union(Draft):
             attention=first.attention + second.attention,
             max_idle_rounds=min(filter(None, (first.max_idle_rounds, second.max_idle_rounds)), default=0),
             num_steps=max(first.num_steps, second.num_steps),
+            lookahead=max(first.lookahead, second.lookahead),
         )
 
     def open(self, context: DraftContext) -> None:

@@ -222,6 +222,12 @@ class DraftHead(nn.Module):
         return updates
 
     @property
+    def feature_size(self) -> int:
+        """The elements of a row of `HeadOutput.hidden`."""
+        size: int = self.config.hidden_size
+        return size
+
+    @property
     def weights(self) -> dict[str, Tensor]:
         """Return the head's own weights, which may be offloaded."""
         own = {} if self.is_given else dict(self.named_parameters())
@@ -334,6 +340,13 @@ class DraftHead(nn.Module):
             normed, state = layer.enter(x, residual)
             x, residual = layer(normed, state, positions, batch, only=only if index == last else None)
         return x, residual
+
+    def step(
+        self, depth: int, tokens: Tensor, positions: Tensor, features: Features, rows: PagedBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Run nodes [B, k], which are `depth` below the root, and return their logits and hidden states."""
+        hidden, normed = self(tokens, features, positions, rows, depth=depth)
+        return self.logits(normed), hidden
 
     def logits(self, normed: Tensor) -> Tensor:
         """Return [..., Vd] for [..., H]."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from ..weights.mtp_layouts import (
     PROJECTION,
     STATE_NORM,
     MtpLayout,
-    only_layout,
+    find_layout,
 )
 from ..weights.update import Skeleton, Update, expect_floats, expect_tensors, updates_of
 from .base import DraftHead, Features, HeadOutput
@@ -49,25 +49,29 @@ DIFFERENT = {"exaone_moe": "rotates all heads, whatever its type"}
 
 @dataclass(frozen=True)
 class MtpCheckpoint:
-    """A checkpoint with an MTP layer.
+    """An MTP layer of a checkpoint.
 
     Attributes:
         folder: of a language model, whose config is the layer's too; other tensors than the layer's may be missing.
         config: of the language model's text part.
         layout: of the MTP layer's tensors.
+        num_layers: MTP layers of the checkpoint.
+        index: of this one among them.
     """
 
     folder: Path
     config: Any
     layout: MtpLayout
+    num_layers: int = 1
+    index: int = 0
 
     @classmethod
     def open(cls, source: str | Path) -> MtpCheckpoint:
-        """Find the MTP layer of a folder or hub id.
+        """Find the first MTP layer of a folder or hub id.
 
         Raises:
-            ValueError: there is none, or more than one; one that is not computed here; no language model that
-                transformers knows.
+            ValueError: there is none, or more than one in a layout whose chains are not known; one that is not
+                computed here; no language model that transformers knows.
         """
         folder = local_folder(source, "MTP: head")
         config = config_of(folder, NAME)
@@ -80,12 +84,16 @@ class MtpCheckpoint:
             raise ValueError(
                 f"{NAME}: {folder} has an MTP layer with a recurrent state, expected attention (not supported)"
             )
-        layout = only_layout(tensor_names(folder), config.num_hidden_layers, f"{NAME}: {folder}")
-        return cls(folder, config, layout)
+        layout, num_layers = find_layout(tensor_names(folder), config.num_hidden_layers, f"{NAME}: {folder}")
+        return cls(folder, config, layout, num_layers)
+
+    def layer(self, index: int) -> MtpCheckpoint:
+        """Return another MTP layer of this checkpoint."""
+        return replace(self, index=index)
 
     @property
     def prefix(self) -> str:
-        return self.layout.prefix_of(self.config.num_hidden_layers)
+        return self.layout.prefix_of(self.config.num_hidden_layers + self.index)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the layer's tensors by our names.

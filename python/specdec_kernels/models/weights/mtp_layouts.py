@@ -35,6 +35,7 @@ class MtpLayout:
         zeroes_first_embedding: the embedding is zero at position 0.
         reads_normed_state: the first draft step reads the target's state after its final norm, instead of before it.
         passes_normed_state: the next draft step reads the layer's state after the final norm, instead of before it.
+        has_chains: several layers are a chain: layer m drafts at depth m + 1, from the state of layer m - 1.
     """
 
     prefix: str
@@ -51,6 +52,7 @@ class MtpLayout:
     zeroes_first_embedding: bool = False
     reads_normed_state: bool = True
     passes_normed_state: bool = True
+    has_chains: bool = False
 
     @property
     def modules(self) -> dict[str, str]:
@@ -119,6 +121,7 @@ NEXTN = MtpLayout(
     final_norm="shared_head.norm",
     embedding="embed_tokens",
     lm_head="shared_head.head",
+    has_chains=True,
 )
 
 MIMO = MtpLayout(
@@ -185,11 +188,12 @@ def mtp_prefixes(names: Iterable[str], num_layers: int) -> tuple[str, ...]:
     return () if layout is None else layout.prefixes(names, num_layers)
 
 
-def only_layout(names: Iterable[str], num_layers: int, what: str) -> MtpLayout:
-    """Return the layout of a checkpoint, in errors `what`, with one MTP layer.
+def find_layout(names: Iterable[str], num_layers: int, what: str) -> tuple[MtpLayout, int]:
+    """Return the layout of a checkpoint, in errors `what`, and the number of its MTP layers.
 
     Raises:
-        ValueError: no MTP layer, with the prefixes where one would be; several of them.
+        ValueError: no MTP layer, with the prefixes where one would be; several in a layout whose chains are not known,
+            or with one missing between them.
     """
     names = set(names)
     layout = layout_of(names, num_layers)
@@ -200,11 +204,13 @@ def only_layout(names: Iterable[str], num_layers: int, what: str) -> MtpLayout:
             "(some exporters and quantizers drop these tensors)"
         )
     layers = layout.layers(names, num_layers)
-    if len(layers) > 1:
-        found = ", ".join(map(str, layers))
-        raise ValueError(f"{what} has MTP layers {found}, expected one alone (layers in turn are not supported)")
+    found = ", ".join(map(str, layers))
+    if len(layers) > 1 and not layout.has_chains:
+        raise ValueError(f"{what} has MTP layers {found}, expected one alone (a chain of this layout is not supported)")
+    if layout.has_chains and layers != [*range(num_layers, num_layers + len(layers))]:
+        raise ValueError(f"{what} has MTP layers {found}, expected one after another from {num_layers} on")
     if layout.has_layers and layout.final_norm is not None:
         inside = (re.match(rf"{re.escape(layout.prefix + layout.block)}\.(\d+)\.", name) for name in names)
         last = max(int(match[1]) for match in inside if match)
         layout = replace(layout, final_norm=layout.final_norm.format(last=last))
-    return layout
+    return layout, len(layers)

@@ -1,0 +1,180 @@
+"""Chains of MTP layers as drafts: texts are the target's, and drafts those of the layers' formula."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec_kernels.cli.doctor_measure import measure
+from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
+from support.exhaustive import exhaustive
+from support.mtp_checkpoints import NUM_LAYERS, ChainReference, write_target_with_chain
+from support.observed_rounds import wrap_method
+from support.random_checkpoints import random_prompts
+from support.recorded_chains import record_chains
+from support.tiny_checkpoint import Comparison, greedy_by_transformers
+
+patched = pytest.MonkeyPatch.context
+LAYERS = 3
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+TREE: dict[str, Any] = {"num_steps": LAYERS, "topk": 3, "num_nodes": 10}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target_with_chain(tmp_path_factory.mktemp("chain") / "target", LAYERS)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Also prompts with fewer tokens than there are layers."""
+    first, second, third = random_prompts(3)
+    return [first, [5], second, [7, 9], third]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with make_engine(folder, None) as engine:
+        return texts(engine, prompts)
+
+
+def make_engine(target: Path, draft: Draft | None, **options: Any) -> Engine:
+    defaults: dict[str, Any] = {"adaptive": False, "max_len": 128, "num_slots": 2, "page_size": 4}
+    return Engine(target, draft=draft, dtype=torch.float32, device="cpu", **(defaults | options))
+
+
+def texts(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.tokens for output in engine.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("num_steps", [*exhaustive(1, 2), 3])
+def test_texts_are_the_target_s_and_chains_the_formula_s(
+    num_steps: int, folder: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    reference = ChainReference(folder, LAYERS)
+    comparison = Comparison(reference.target)
+    theirs = greedy_by_transformers(reference.target, prompts, 12, eos_token_id=None)
+    draft = MTP(num_steps=num_steps, topk=1)
+    with make_engine(folder, draft, prefill_chunk=7, rounds_in_flight=1) as engine, patched() as patch:
+        drafted = record_chains(engine, patch)
+        for prompt, ours, text in zip(prompts, texts(engine, prompts), theirs, strict=True):
+            comparison.check(prompt, ours, text)
+    assert len(comparison.near_ties) <= 1
+    compare_chains(reference, drafted, [p + t for p, t in zip(prompts, expected, strict=True)], num_steps)
+
+
+def compare_chains(
+    reference: ChainReference, drafted: list[tuple[int, list[int]]], whole: list[list[int]], num_steps: int
+) -> None:
+    """Check that each chain is what the formula drafts after the first tokens of some text."""
+    for length, chain in drafted:
+        if length < num_steps:  # nodes without a draft are copies of the root
+            assert chain in [num_steps * [text[length]] for text in whole if length < len(text)]
+    drafted = [(length, chain) for length, chain in drafted if length >= num_steps]
+    assert len(drafted) >= 30
+    chains = {
+        length: [reference.chain(text[: length + 1], num_steps)[0] for text in whole if length < len(text)]
+        for length in {length for length, _ in drafted}
+    }
+    wrong = [length for length, chain in drafted if chain not in chains[length]]
+    assert len(wrong) <= 1  # a near-tie
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MTP(**TREE),
+        lambda: MTP(num_steps=2, topk=1, sampled=True),
+        *exhaustive(lambda: Union(MTP(**TREE), Ngram(num_nodes=8), num_nodes=10)),
+    ],
+    ids=["tree", "drawn", "union"],
+)
+def test_drafts_keep_the_text(make: Any, folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with make_engine(folder, make(), adaptive=True) as engine:
+        assert texts(engine, prompts) == expected
+        drawn = replace(GREEDY, temperature=1.0, seed=3)
+        assert [len(text) for text in texts(engine, prompts[:2], drawn)] == [12, 12]
+
+
+def test_retracted_requests_draft_what_they_would_have(folder: Path, prompts: list[list[int]]) -> None:
+    params = replace(GREEDY, max_new_tokens=24)
+    reference = ChainReference(folder, LAYERS)
+    with make_engine(folder, None) as engine:
+        expected = texts(engine, prompts, params)
+    tight = {"max_len": 96, "num_slots": 5, "num_pages": 27, "rounds_in_flight": 1}
+    with make_engine(folder, MTP(num_steps=3, topk=1), **tight) as engine, patched() as patch:
+        drafted = record_chains(engine, patch)
+        assert texts(engine, prompts, params) == expected
+        assert engine.stats().retractions > 0
+    compare_chains(reference, drafted, [p + t for p, t in zip(prompts, expected, strict=True)], 3)
+
+
+def test_a_migrated_request_goes_on_with_its_drafts(folder: Path, prompts: list[list[int]]) -> None:
+    params, prompt = replace(GREEDY, max_new_tokens=40), prompts[0]
+    with make_engine(folder, MTP(num_steps=3, topk=1)) as one, make_engine(folder, MTP(num_steps=3, topk=1)) as other:
+        expected = one.generate([prompt], params)[0]
+        wrap_method(one.core.executor, "launch", start_late)
+        with patched() as patch:
+            drafted = record_chains(other, patch)
+            request: Request = one.submit(prompt, params)
+            next(iter(request))
+            try:
+                request = other.import_request(one.export_request(request))
+            except ValueError as error:
+                assert str(error) == f"export_request: request {request.id} has ended, expected one that runs"
+            assert request.result().tokens == expected.tokens
+    reference, text = ChainReference(folder, LAYERS), prompt + expected.tokens
+    wrong = [length for length, chain in drafted if chain != reference.chain(text[: length + 1], 3)[0]]
+    assert len(wrong) <= 1
+
+
+def start_late(begin: Any, *size: int) -> None:
+    time.sleep(0.005)
+    begin(*size)
+
+
+def test_layers_sleep_and_take_new_weights(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    with make_engine(folder, MTP(num_steps=3, topk=1), rounds_in_flight=1, num_slots=1) as engine, patched() as patch:
+        drafted = record_chains(engine, patch)
+        assert texts(engine, prompts) == expected
+        before = list(drafted)
+        engine.sleep(2)
+        engine.wake()
+        engine.update_weights(weights)
+        drafted.clear()
+        assert texts(engine, prompts) == expected
+        assert drafted == before
+        norm = f"model.layers.{NUM_LAYERS + 2}.hnorm.weight"
+        engine.update_weights({norm: weights[norm].flip(0)})
+        drafted.clear()
+        assert texts(engine, prompts) == expected
+        chains, others = ([chain for _, chain in each] for each in (before, drafted))
+        assert chains != others
+        with pytest.raises(ValueError, match=r"^update_weights: draft has lm_head.weight, expected names that "):
+            engine.update_weights(draft={"lm_head.weight": weights["lm_head.weight"]})
+
+
+def test_what_is_not_computed_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        make_engine(folder, MTP(num_steps=4, topk=1))
+    assert str(error.value) == (
+        "MTP: num_steps is 4, expected at most 3 for a checkpoint with 3 MTP layers, each of which drafts one step"
+    )
+    with pytest.raises(ValueError) as error:
+        make_engine(folder, MTP(num_steps=3, topk=1), prefix_cache=True)
+    assert str(error.value) == (
+        "Engine: prefix_cache is set, expected not with MTP, whose rows depend on 3 tokens after them"
+    )
+    with make_engine(folder, None) as engine, pytest.raises(ValueError) as error:
+        measure(MTP(folder, num_steps=2, topk=1), 2, engine.target, [])
+    assert str(error.value) == (
+        "doctor: MTP has rows that depend on 2 tokens after them, expected 1 (of several MTP layers only the first "
+        "can be measured, with --speculative-num-steps 1)"
+    )
