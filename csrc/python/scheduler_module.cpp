@@ -37,6 +37,7 @@ struct PyAdmittedRequest {
   int32_t ngram_group = 0;
   py::object extra = py::none();
   py::list cached_entries = py::list();
+  int32_t snapshot = -1;
 };
 
 // A Chunk that owns its tokens, the one after its rows included.
@@ -83,7 +84,8 @@ class PyExecutor : public scheduler::Executor {
                                                   .tokens = list_of(request.tokens),
                                                   .ngram_group = request.ngram_group,
                                                   .extra = extra,
-                                                  .cached_entries = list_of(request.cached_entries)});
+                                                  .cached_entries = list_of(request.cached_entries),
+                                                  .snapshot = request.snapshot});
   }
   void prefill(std::span<const Chunk> chunks) override {
     const WithGil gil;
@@ -94,6 +96,9 @@ class PyExecutor : public scheduler::Executor {
       list.append(PyChunk{.slot = chunk.slot, .start = chunk.start, .tokens = std::move(tokens)});
     }
     object_.attr("prefill")(list);
+  }
+  void save_snapshots(std::span<const int32_t> slots, std::span<const int32_t> snapshots) override {
+    call("save_snapshots", slots, snapshots);
   }
   void activate(std::span<const int32_t> slots) override { call("activate", slots); }
   void launch(int64_t batch, int64_t rows, int64_t max_kv_len) override {
@@ -370,7 +375,7 @@ void add_scheduler(py::module_& m) {
   };
   using Text = std::vector<int32_t>;
   py::class_<Cache>(m, "PrefixCache", "the scheduler's radix tree of cached pages")
-      .def(py::init<int64_t, int64_t>(), "num_places"_a, "page_size"_a)
+      .def(py::init<int64_t, int64_t, int64_t>(), "num_places"_a, "page_size"_a, "num_snapshots"_a = 0)
       .def(
           "find",
           [=](Cache& cache, const Text& text, int64_t most_pages) {
@@ -382,11 +387,27 @@ void add_scheduler(py::module_& m) {
           [=](Cache& cache, const Text& text, int64_t pages) { return locked(cache, cache.insert(text, pages)); },
           "text"_a, "pages"_a)
       .def(
+          "find_snapshot",
+          [](Cache& cache, const Text& text, int64_t most_pages) {
+            const Cache::Node* node = cache.find_snapshot(text, most_pages);
+            return std::pair(Cache::num_pages(node), Cache::snapshot(node));
+          },
+          "text"_a, "most_pages"_a)
+      .def("take_snapshot", &Cache::take_snapshot)
+      .def(
+          "keep_snapshot",
+          [](Cache& cache, const Text& text, int64_t pages, int32_t snapshot) {
+            cache.keep_snapshot(text, pages, snapshot);
+          },
+          "text"_a, "pages"_a, "snapshot"_a)
+      .def(
           "unlock", [](Cache& cache, intptr_t node) { cache.unlock(reinterpret_cast<Cache::Node*>(node)); }, "node"_a)
       .def("evict", &Cache::evict, "count"_a)
       .def("clear", &Cache::clear)
       .def_property_readonly("size", &Cache::size)
-      .def_property_readonly("num_locked", &Cache::num_locked);
+      .def_property_readonly("num_locked", &Cache::num_locked)
+      .def_property_readonly("num_snapshots", &Cache::num_snapshots)
+      .def_property_readonly("num_evicted_snapshots", &Cache::num_evicted_snapshots);
   m.def(
       "command_words",
       [](int64_t max_batch, int64_t num_slots, int64_t max_stops) {
@@ -412,6 +433,7 @@ void add_scheduler(py::module_& m) {
              required("prefill_chunk", &Config::prefill_chunk), required("prefill_requests", &Config::prefill_requests),
              required("rounds_in_flight", &Config::rounds_in_flight),
              optional("draft_can_idle", &Config::draft_can_idle), optional("prefix_cache", &Config::prefix_cache),
+             optional("num_snapshots", &Config::num_snapshots), optional("snapshot_pages", &Config::snapshot_pages),
              required("batch_sizes", &Config::batch_sizes), required("rows", &Config::rows),
              optional("drafted", &Config::drafted), optional("plain_rounds", &Config::plain_rounds),
              optional("max_idle_rounds", &Config::max_idle_rounds));
@@ -442,7 +464,8 @@ void add_scheduler(py::module_& m) {
   py::class_<PyAdmittedRequest> admitted(m, "AdmittedRequest", "a request that gets a slot");
   def_fields(admitted, required("id", &PyAdmittedRequest::id), required("tokens", &PyAdmittedRequest::tokens),
              optional("ngram_group", &PyAdmittedRequest::ngram_group), optional("extra", &PyAdmittedRequest::extra),
-             optional("cached_entries", &PyAdmittedRequest::cached_entries));
+             optional("cached_entries", &PyAdmittedRequest::cached_entries),
+             optional("snapshot", &PyAdmittedRequest::snapshot));
   py::class_<PyChunk> chunk(m, "PrefillChunk", "rows of a prompt for one prefill pass");
   def_fields(chunk, required("slot", &PyChunk::slot), required("start", &PyChunk::start),
              required("tokens", &PyChunk::tokens));
@@ -495,6 +518,10 @@ void add_scheduler(py::module_& m) {
       .def_property_readonly("num_shared_pages", &PyScheduler::num_shared_pages)
       .def_property_readonly("num_prefix_hits", &PyScheduler::num_prefix_hits)
       .def_property_readonly("num_cached_tokens", &PyScheduler::num_cached_tokens)
+      .def_property_readonly("num_snapshots", &PyScheduler::num_snapshots)
+      .def_property_readonly("num_saved_snapshots", &PyScheduler::num_saved_snapshots)
+      .def_property_readonly("num_evicted_snapshots", &PyScheduler::num_evicted_snapshots)
+      .def_property_readonly("num_restored_snapshots", &PyScheduler::num_restored_snapshots)
       .def_property_readonly("times",
                              [times_type](const PyScheduler& s) {
                                const auto t = s.recorder().totals();

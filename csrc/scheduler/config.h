@@ -10,18 +10,22 @@ struct Config {
   int64_t num_slots;
   int64_t num_pages;  // of the pool
   int64_t page_size;
-  int64_t window = 0;                // of attention, in rows: pages before it are given back; 0: none are
-  int64_t vocab_size = INT32_MAX;    // tokens below it are the target's
-  int64_t max_len;                   // most tokens of a sequence, with prompt and root
-  int64_t reserve;                   // KV rows that a round may use beyond seq_len
-  int64_t accept_width;              // S: most tokens that a round gives a request
-  int64_t max_stops;                 // most stop tokens of a request
-  int64_t max_logprobs = -1;         // most alternatives to a token in the results; -1: no log-probabilities
-  int64_t prefill_chunk;             // most prompt rows of one prefill call
-  int64_t prefill_requests;          // most requests of one prefill or activate call
-  int64_t rounds_in_flight;          // most rounds launched and not yet read; 1: no overlap
-  bool draft_can_idle = false;       // the draft writes no rows in rounds of one node per request
-  bool prefix_cache = false;         // pages of requests, ended or running, serve others with the same prefix
+  int64_t window = 0;              // of attention, in rows: pages before it are given back; 0: none are
+  int64_t vocab_size = INT32_MAX;  // tokens below it are the target's
+  int64_t max_len;                 // most tokens of a sequence, with prompt and root
+  int64_t reserve;                 // KV rows that a round may use beyond seq_len
+  int64_t accept_width;            // S: most tokens that a round gives a request
+  int64_t max_stops;               // most stop tokens of a request
+  int64_t max_logprobs = -1;       // most alternatives to a token in the results; -1: no log-probabilities
+  int64_t prefill_chunk;           // most prompt rows of one prefill call
+  int64_t prefill_requests;        // most requests of one prefill or activate call
+  int64_t rounds_in_flight;        // most rounds launched and not yet read; 1: no overlap
+  bool draft_can_idle = false;     // the draft writes no rows in rounds of one node per request
+  bool prefix_cache = false;       // pages of requests, ended or running, serve others with the same prefix
+  // Recurrent states of prefixes that the device can keep next to the slots' own. 0: the target has none, and pages
+  // are all that a prefix needs.
+  int64_t num_snapshots = 0;
+  int64_t snapshot_pages = 1;        // of a prompt between two snapshots, its last whole page excepted
   std::vector<int64_t> batch_sizes;  // increasing: a round is padded to the next of them
   // The budget levels of each batch size: rows that its rounds may have in all, increasing, at least the batch size.
   std::vector<std::vector<int64_t>> rows;

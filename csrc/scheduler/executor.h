@@ -22,6 +22,7 @@ struct AdmittedRequest {
   int32_t ngram_group;     // requests of a group share their texts as n-gram drafts; 0: all do
   void* extra;             // opaque to the scheduler: passed from the submission to the executor; or null
   Entries cached_entries;  // entries of its first pages, whose rows the prefix cache has
+  int32_t snapshot = -1;   // of the recurrent states after those rows; -1: there are no such rows or states
 };
 
 // Records that the device has processed since the rings were created.
@@ -56,11 +57,14 @@ class Executor {
  public:
   virtual ~Executor() = default;
 
-  // Gives the request an empty slot, with the cached pages as its first ones. Writes the KV rows of a migrated request.
+  // Gives the request an empty slot, with the cached pages as its first ones and the snapshot as its state. Writes the
+  // KV rows of a migrated request.
   virtual void begin(int32_t slot, const AdmittedRequest& request) = 0;
   // Writes the KV rows of chunks of some slots' texts, in one pass if possible, and keeps the hidden states of each
   // chunk's last row: for a text's last chunk those of the root, from which the slot's first round starts.
   virtual void prefill(std::span<const Chunk> chunks) = 0;
+  // Copies the recurrent states of slots, which are being prefilled, after their last chunks to snapshots.
+  virtual void save_snapshots(std::span<const int32_t> slots, std::span<const int32_t> snapshots) = 0;
   // Prepares slots, whose state commands have set, for rounds: prefilled slots start with kFirstRound; migrated slots
   // start with a normal round.
   virtual void activate(std::span<const int32_t> slots) = 0;

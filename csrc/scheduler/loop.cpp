@@ -205,23 +205,26 @@ void Scheduler::begin(Request& request) {
   if (request.last_round == 0) request.counts.cached = shared;
   prefix_.num_hits += shared > 0;
   prefix_.num_tokens += shared;
+  const int32_t snapshot = shared > 0 ? PrefixCache::snapshot(request.prefix) : -1;
+  prefix_.num_restored_snapshots += snapshot >= 0;
   update_counters();
   other_work_since_round_ = true;
   call_for({&request}, [&] {
     const Span span(recorder_, Work::kPrefill);
-    executor_.begin(request.slot,
-                    {request.id, request.text, request.ngram_group, request.extra.get(), shared_entries(request)});
+    executor_.begin(request.slot, {request.id, request.text, request.ngram_group, request.extra.get(),
+                                   shared_entries(request), snapshot});
   });
 }
 
 // Makes one prefill call with chunks of prompts, by rank, up to prefill_chunk rows. A decoding request waits for at
-// most this call between its rounds. Returns false if there are no prompts to prefill.
+// most this call between its rounds. A chunk ends at the latest where a snapshot is to be saved. Returns false if there
+// are no prompts to prefill.
 bool Scheduler::prefill() {
   std::vector<Request*> requests;
   std::vector<Chunk> chunks;
   int64_t room = config_.prefill_chunk;
   for (const auto& holder : slots_.holders()) {
-    const int64_t count = std::min(room, holder->rows_to_prefill());
+    const int64_t count = std::min(room, rows_to_snapshot(*holder));
     if (count == 0 || std::ssize(chunks) == config_.prefill_requests) continue;
     const int64_t start = holder->prefilled;
     requests.push_back(holder.get());
@@ -238,6 +241,15 @@ bool Scheduler::prefill() {
     executor_.prefill(chunks);
   });
   for (size_t i = 0; i < chunks.size(); ++i) requests[i]->prefilled += chunks[i].num_rows();
+  if (config_.num_snapshots == 0) return true;
+  const std::vector<Request*> due = take_due_snapshots(requests);
+  if (due.empty()) return true;
+  std::vector<int32_t> snapshots;
+  for (const Request* request : due) snapshots.push_back(request->snapshots.back().id);
+  call_for(due, [&] {
+    const Span span(recorder_, Work::kPrefill);
+    executor_.save_snapshots(slots_of(due), snapshots);
+  });
   return true;
 }
 

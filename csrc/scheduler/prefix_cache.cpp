@@ -22,15 +22,23 @@ class PrefixCache::Node {
   int64_t end = 0;                                                         // pages from the root on
   int64_t locks = 0;                                                       // on it and on those below it
   uint64_t used = 0;                                                       // time of last use
+  int32_t snapshot = -1;                                                   // of the state at its end; -1: none
+  uint64_t snapshot_used = 0;                                              // time of that one's last use
   std::map<std::vector<int32_t>, std::unique_ptr<Node>, Before> children;  // by the tokens of their first pages
 
   int64_t size() const { return static_cast<int64_t>(places.size()); }
   bool is_free_leaf() const { return parent != nullptr && locks == 0 && children.empty(); }
 };
 
-PrefixCache::PrefixCache(int64_t num_places, int64_t page_size)
-    : num_places_(num_places), page_size_(page_size), free_(num_places), root_(std::make_unique<Node>()) {
+PrefixCache::PrefixCache(int64_t num_places, int64_t page_size, int64_t num_snapshots)
+    : num_places_(num_places),
+      page_size_(page_size),
+      num_snapshots_(num_snapshots),
+      free_(num_places),
+      root_(std::make_unique<Node>()),
+      free_snapshots_(num_snapshots) {
   std::iota(free_.rbegin(), free_.rend(), 0);
+  std::iota(free_snapshots_.rbegin(), free_snapshots_.rend(), 0);
 }
 
 PrefixCache::~PrefixCache() { clear(); }
@@ -43,6 +51,8 @@ std::vector<int32_t> PrefixCache::places(const Node* node) {
     std::ranges::copy(node->places, places.begin() + node->end - node->size());
   return places;
 }
+
+int32_t PrefixCache::snapshot(const Node* node) { return node->snapshot; }
 
 // Returns the node of the longest prefix of the text. Splits a node that only begins like the text.
 PrefixCache::Node* PrefixCache::descend(Tokens text, int64_t most_pages) {
@@ -88,6 +98,40 @@ PrefixCache::Node* PrefixCache::find(Tokens text, int64_t most_pages) {
   return node;
 }
 
+PrefixCache::Node* PrefixCache::find_snapshot(Tokens text, int64_t most_pages) {
+  Node* node = descend(text, most_pages);
+  while (node->parent != nullptr && node->snapshot < 0) node = node->parent;
+  touch(node);
+  if (node->snapshot >= 0) {
+    snapshots_.erase({node->snapshot_used, node});
+    snapshots_.insert({node->snapshot_used = ++clock_, node});
+  }
+  return node;
+}
+
+int32_t PrefixCache::take_snapshot() {
+  if (free_snapshots_.empty() && !snapshots_.empty()) evict_snapshot(snapshots_.begin()->second);
+  if (free_snapshots_.empty()) return -1;
+  const int32_t snapshot = free_snapshots_.back();
+  free_snapshots_.pop_back();
+  return snapshot;
+}
+
+void PrefixCache::keep_snapshot(Tokens text, int64_t pages, int32_t snapshot) {
+  Node* node = descend(text, pages);
+  if (node->parent == nullptr || node->end != pages || node->snapshot >= 0) return give_back_snapshot(snapshot);
+  node->snapshot = snapshot;
+  snapshots_.insert({node->snapshot_used = ++clock_, node});
+}
+
+// Takes the snapshot of a node, if there is one.
+void PrefixCache::evict_snapshot(Node* node) {
+  if (node->snapshot < 0) return;
+  snapshots_.erase({node->snapshot_used, node});
+  give_back_snapshot(std::exchange(node->snapshot, -1));
+  ++num_evicted_snapshots_;
+}
+
 PrefixCache::Node* PrefixCache::insert(Tokens text, int64_t pages) {
   Node* node = descend(text, pages);
   const int64_t most = std::min(pages, (std::ssize(text) - 1) / page_size_);
@@ -127,6 +171,7 @@ std::vector<int32_t> PrefixCache::evict(int64_t count) {
   std::vector<int32_t> gone;
   while (std::ssize(gone) < count && !leaves_.empty()) {
     Node* leaf = leaves_.begin()->second;
+    evict_snapshot(leaf);
     const int64_t kept = std::max<int64_t>(leaf->size() - (count - std::ssize(gone)), 0);
     gone.insert(gone.end(), leaf->places.rbegin(), leaf->places.rend() - kept);
     leaf->end -= leaf->size() - kept;
@@ -153,9 +198,11 @@ std::vector<int32_t> PrefixCache::clear() {
     const std::unique_ptr<Node> node = std::move(nodes.back());
     nodes.pop_back();
     gone.insert(gone.end(), node->places.begin(), node->places.end());
+    if (node->snapshot >= 0) give_back_snapshot(node->snapshot);
     for (auto& [key, child] : node->children) nodes.push_back(std::move(child));
   }
   leaves_.clear();
+  snapshots_.clear();
   num_locked_ = 0;
   free_.insert(free_.end(), gone.begin(), gone.end());
   return gone;

@@ -43,6 +43,12 @@ struct Scores {
   std::vector<float> top_logprobs;  // of top_ids
 };
 
+// A copy of the recurrent states after the first pages of a text.
+struct Snapshot {
+  int64_t pages;
+  int32_t id;
+};
+
 constexpr int64_t kNoDeadline = std::numeric_limits<int64_t>::max();
 
 // Members that every round reads or writes come first, in two cache lines. A loop that has waited for a round finds its
@@ -76,13 +82,15 @@ struct alignas(64) Request {
   Sampling sampling = {};
   int32_t ngram_group = 0;
   int32_t priority = 0;
-  int64_t client = 0;                   // as in Submission
-  int64_t turn = 0;                     // in the queue, within its priority; see Scheduler::queue
-  std::shared_ptr<int64_t> tail = {};   // shared by its client's waiting requests; see Scheduler::queue
-  int64_t deadline = kNoDeadline;       // of round::nanoseconds
-  std::shared_ptr<void> extra = {};     // as in Admitted
-  PrefixCache::Node* prefix = nullptr;  // the shared pages, locked; null: none
-  std::unique_ptr<Scores> scores = {};  // of the tokens not yet emitted, if they are wanted
+  int64_t client = 0;                    // as in Submission
+  int64_t turn = 0;                      // in the queue, within its priority; see Scheduler::queue
+  std::shared_ptr<int64_t> tail = {};    // shared by its client's waiting requests; see Scheduler::queue
+  int64_t deadline = kNoDeadline;        // of round::nanoseconds
+  std::shared_ptr<void> extra = {};      // as in Admitted
+  PrefixCache::Node* prefix = nullptr;   // the shared pages, locked; null: none
+  int64_t branch = 0;                    // pages of its text that were cached when it got its slot, shared or not
+  std::vector<Snapshot> snapshots = {};  // saved from its slot, of pages that are not cached yet
+  std::unique_ptr<Scores> scores = {};   // of the tokens not yet emitted, if they are wanted
 
   // Orders requests in the queue, in prefill, and in keeping a slot: lower ranks come first.
   std::tuple<int32_t, int64_t, int64_t> rank() const { return {priority, turn, id}; }

@@ -36,7 +36,7 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       recorder_(traces, config.all_rows()),
       budget_(config.batch_sizes, config.rows, config.accept_width, config.max_idle_rounds),
       slots_(config.num_slots),
-      prefix_(config.prefix_cache ? config.num_pages : 0, config.page_size),
+      prefix_(config.prefix_cache ? config.num_pages : 0, config.page_size, config.num_snapshots),
       last_batch_(config.max_batch()),
       last_rows_(config.rows.back().back()),
       free_pages_(config.num_pages) {
@@ -184,6 +184,7 @@ void Scheduler::queue_update(Request& request, FinishReason reason, int32_t stat
 
 void Scheduler::finish(Request& request, FinishReason reason, int32_t status, std::exception_ptr error) {
   release_prefix(request);
+  release_snapshots(request);
   queue_update(request, reason, status, std::move(error));
   const std::lock_guard lock(mutex_);
   live_ids_.erase(request.id);
@@ -208,6 +209,7 @@ void Scheduler::retract_last() {
   Request& last = slots_.last();
   cache_pages(last);
   release_prefix(last);
+  release_snapshots(last);
   to_deactivate_.push_back(last.slot);
   enqueue(slots_.release(last, RequestState::kQueued));
   ++num_retractions_;
@@ -218,6 +220,8 @@ void Scheduler::update_counters() {
   num_held_ = slots_.size();
   prefix_.num_pages = prefix_.cache.size();
   prefix_.num_shared_pages = prefix_.cache.num_locked();
+  prefix_.num_snapshots = prefix_.cache.num_snapshots();
+  prefix_.num_evicted_snapshots = prefix_.cache.num_evicted_snapshots();
   free_pages_ = config_.num_pages - pages_needed(config_, slots_.holders(), 0) - prefix_.cache.size();
 }
 

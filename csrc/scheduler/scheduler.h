@@ -133,6 +133,10 @@ class Scheduler {
   int64_t num_shared_pages() const { return prefix_.num_shared_pages; }  // cached pages that requests use
   int64_t num_prefix_hits() const { return prefix_.num_hits; }           // requests that began with cached pages
   int64_t num_cached_tokens() const { return prefix_.num_tokens; }       // rows that these did not prefill
+  int64_t num_snapshots() const { return prefix_.num_snapshots; }        // taken, for cached prefixes or by requests
+  int64_t num_saved_snapshots() const { return prefix_.num_saved_snapshots; }        // so far
+  int64_t num_evicted_snapshots() const { return prefix_.num_evicted_snapshots; }    // so far
+  int64_t num_restored_snapshots() const { return prefix_.num_restored_snapshots; }  // so far
   const Recorder& recorder() const { return recorder_; }
   const Budget& budget() const { return budget_; }
 
@@ -156,12 +160,15 @@ class Scheduler {
   };
   // The prefix cache, and what the loop and other threads know about it.
   struct Prefix {
-    Prefix(int64_t num_places, int64_t page_size) : cache(num_places, page_size) {}
+    Prefix(int64_t num_places, int64_t page_size, int64_t num_snapshots)
+        : cache(num_places, page_size, num_snapshots) {}
     PrefixCache cache;
     bool pages_unknown = false;    // places may hold pages that the cache does not know
     std::exception_ptr error;      // what assign_pages threw then
     bool clear_requested = false;  // shared with other threads, under the lock
     std::atomic<int64_t> num_pages = 0, num_shared_pages = 0, num_hits = 0, num_tokens = 0;
+    std::atomic<int64_t> num_snapshots = 0, num_saved_snapshots = 0, num_evicted_snapshots = 0,
+                         num_restored_snapshots = 0;
   };
   // A pause that another thread asks for; shared with other threads, under the lock.
   struct Pause {
@@ -226,6 +233,11 @@ class Scheduler {
   void cache_pages(Request& request);
   void release_prefix(Request& request);
   std::vector<int32_t> shared_entries(const Request& request) const;
+  int64_t rows_to_snapshot(const Request& request) const;
+  int32_t take_snapshot(Request& request);
+  std::vector<Request*> take_due_snapshots(const std::vector<Request*>& requests);
+  void keep_snapshots(Request& request);
+  void release_snapshots(Request& request);
   void evict_pages_for(int64_t count);
   void release_places(std::vector<int32_t> places);
   void assign_pages(Entries sources, Entries destinations);

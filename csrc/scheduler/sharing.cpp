@@ -1,5 +1,5 @@
 // The loop's side of the prefix cache: which requests begin with cached pages, which pages are cached, which are
-// evicted.
+// evicted; and where prefill saves snapshots of recurrent states, without which pages serve nobody.
 //
 // The device owns the pages; the host names entries of its page table, those of the slots first, then the places of the
 // cache. A page is shared once a round that attended to its rows has been read and found them correct, so no shared
@@ -21,6 +21,14 @@ int64_t first_entry(const Config& config, int64_t slot) { return slot * pages_fo
 // Returns the most pages that a request may share: at least the root's row is left to prefill, for the first token.
 int64_t most_shared(const Config& config, const Request& request) { return request.seq_len() / config.page_size; }
 
+// Returns the pages of the longest prefix, of at most these pages, after which a prefill of the whole text saves a
+// snapshot.
+int64_t pages_with_snapshot(const Config& config, const Request& request, int64_t pages) {
+  const int64_t last = most_shared(config, request), regular = pages / config.snapshot_pages * config.snapshot_pages;
+  if (pages >= last) return last;
+  return request.branch <= pages ? std::max(request.branch, regular) : regular;
+}
+
 }  // namespace
 
 // Returns whether waiting for a request that is being prefilled would save at least half of this one's prefill, since
@@ -30,7 +38,8 @@ bool Scheduler::waits_for_prefix(const Request& request) const {
   for (const auto& holder : slots_.holders()) {
     if (holder->num_validated > 0 || !holder->cacheable) continue;
     const auto alike = std::ranges::mismatch(holder->text, request.text).in1 - holder->text.begin();
-    const int64_t pages = std::min((alike - 1) / config_.page_size, most_shared(config_, request));
+    int64_t pages = std::min((alike - 1) / config_.page_size, most_shared(config_, request));
+    if (config_.num_snapshots > 0) pages = pages_with_snapshot(config_, *holder, pages);
     const int64_t spared = (pages - request.num_shared) * config_.page_size;
     if (spared > 0 && 2 * spared >= std::ssize(request.text) - request.num_shared * config_.page_size) return true;
   }
@@ -40,8 +49,12 @@ bool Scheduler::waits_for_prefix(const Request& request) const {
 // Finds the cached pages that a request without a slot can begin with, and locks them.
 void Scheduler::share_prefix(Request& request) {
   release_prefix(request);
+  request.branch = 0;
   if (!config_.prefix_cache || request.migrated || !request.shares_prefix) return;
-  request.prefix = prefix_.cache.find(request.text, most_shared(config_, request));
+  const int64_t most = most_shared(config_, request);
+  request.prefix = prefix_.cache.find(request.text, most);
+  request.branch = PrefixCache::num_pages(request.prefix);
+  if (config_.num_snapshots > 0) request.prefix = prefix_.cache.find_snapshot(request.text, most);
   request.num_shared = static_cast<int32_t>(PrefixCache::num_pages(request.prefix));
   prefix_.cache.lock(request.prefix);
 }
@@ -86,6 +99,62 @@ void Scheduler::cache_pages(Request& request) {
     sources.push_back(static_cast<int32_t>(first_entry(config_, request.slot) + page));
   std::swap_ranges(sources.begin(), sources.begin() + (known - before), destinations.begin());
   assign_pages(sources, destinations);
+  keep_snapshots(request);
+}
+
+// Returns the rows of a request's text that its next chunk may have, up to where its next snapshot is to be saved: at
+// every snapshot_pages-th page, where its text left cached ones, so that a third one finds what two have in common, and
+// at its last whole page.
+int64_t Scheduler::rows_to_snapshot(const Request& request) const {
+  const int64_t rows = request.rows_to_prefill();
+  if (config_.num_snapshots == 0 || !request.cacheable || rows == 0) return rows;
+  const int64_t regular = config_.snapshot_pages * config_.page_size;
+  int64_t count = rows;
+  for (const int64_t end : {(request.prefilled / regular + 1) * regular, request.branch * config_.page_size,
+                            most_shared(config_, request) * config_.page_size})
+    if (end > request.prefilled) count = std::min(count, end - request.prefilled);
+  return count;
+}
+
+// Takes snapshots for those of these requests whose last chunk has ended where one is to be saved, and returns them. If
+// rows of a request turn out to be bad, it ends with an error, and its snapshots serve nobody.
+std::vector<Request*> Scheduler::take_due_snapshots(const std::vector<Request*>& requests) {
+  std::vector<Request*> due;
+  for (Request* request : requests) {
+    const int64_t pages = request->prefilled / config_.page_size;
+    if (!request->cacheable || pages == 0) continue;
+    if (request->prefilled % config_.page_size != 0 || pages_with_snapshot(config_, *request, pages) != pages) continue;
+    const int32_t snapshot = take_snapshot(*request);
+    if (snapshot < 0) continue;
+    request->snapshots.push_back({pages, snapshot});
+    due.push_back(request);
+  }
+  prefix_.num_saved_snapshots += std::ssize(due);
+  update_counters();
+  return due;
+}
+
+// Takes a snapshot for a request. If it has saved half of all since it began, at least 2, or others have taken all,
+// this is the first that it has saved; -1: there is none.
+int32_t Scheduler::take_snapshot(Request& request) {
+  auto& saved = request.snapshots;
+  const int64_t most = std::max<int64_t>(config_.num_snapshots / 2, 2);
+  int32_t snapshot = std::ssize(saved) < most ? prefix_.cache.take_snapshot() : -1;
+  if (snapshot >= 0 || saved.empty()) return snapshot;
+  snapshot = saved.front().id;
+  saved.erase(saved.begin());
+  return snapshot;
+}
+
+// Gives the snapshots that a request has saved to its pages, which are cached now.
+void Scheduler::keep_snapshots(Request& request) {
+  for (const Snapshot& each : request.snapshots) prefix_.cache.keep_snapshot(request.text, each.pages, each.id);
+  request.snapshots.clear();
+}
+
+void Scheduler::release_snapshots(Request& request) {
+  for (const Snapshot& each : request.snapshots) prefix_.cache.give_back_snapshot(each.id);
+  request.snapshots.clear();
 }
 
 // Evicts cached pages, least recently used first, until the pool has room for `count` other pages.

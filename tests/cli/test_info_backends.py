@@ -110,7 +110,10 @@ def test_info_names_the_size_of_recurrent_states(model_type: str, tmp_path: Path
     way, target = opened(saved(tmp_path, model_type, dtype="float32"))
     specs, device = target.states.specs, torch.device("cpu")
     sizes = [StateCache.allocate(specs, 1, nodes, 1, device).num_bytes / 1e6 for nodes in (0, 1)]
-    assert way.states == f"{sizes[0]:.1f} MB a request, and {sizes[1] - sizes[0]:.2f} MB for each node of its trees"
+    assert (
+        way.states
+        == f"{sizes[0]:.1f} MB a request or a snapshot, and {sizes[1] - sizes[0]:.2f} MB for each node of its trees"
+    )
     assert way.windows == "all rows in layers with attention"
 
 

@@ -321,9 +321,9 @@ def test_states_are_counted_and_what_they_rule_out_is_refused(device: torch.devi
             make_engine(module, draft, device, **changes)
         return str(error.value)
 
-    assert refusal(prefix_cache=True) == (
-        "Engine: prefix_cache is set, expected not with qwen3_next, "
-        "whose layers keep a recurrent state, which no page has"
+    assert refusal(prefix_cache=True, num_snapshots=0) == (
+        "Engine: num_snapshots is 0, expected at least 1 with prefix_cache "
+        "(qwen3_next has layers with a recurrent state)"
     )
     assert refusal(Ngram(num_nodes=65)) == (
         "Engine: draft has num_nodes=65, expected at most 64 (qwen3_next has layers with a recurrent state)"

@@ -142,13 +142,15 @@ def test_update_weights_and_sleep_reach_the_layer(name: str, tmp_path: Path) -> 
             engine.update_weights({f"{block}mlp.unknown.weight": torch.ones(1)})
 
 
-def test_adaptive_engines_with_a_prefix_cache_write_the_same_texts(tmp_path: Path) -> None:
-    folder, prompts = write_target_with_mtp(tmp_path / "target", "glm4_moe"), random_prompts(3)
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next hybrid"])
+def test_adaptive_engines_with_a_prefix_cache_write_the_same_texts(name: str, tmp_path: Path) -> None:
+    folder, prompts = write_target_with_mtp(tmp_path / "target", name), random_prompts(3)
     with make_engine(folder, None) as engine:
         expected = texts(engine, prompts)
     with make_engine(folder, MTP(**TREE), adaptive=True, prefix_cache=True) as engine:
         assert texts(engine, prompts) == expected
         assert texts(engine, prompts) == expected
+        assert engine.stats().prefix_hits > 0
 
 
 def test_a_migrated_request_goes_on_with_its_drafts(tmp_path: Path) -> None:

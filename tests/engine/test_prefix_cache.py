@@ -138,6 +138,39 @@ def test_a_long_text_in_many_nodes_is_cleared() -> None:
     assert cache.size == len(cache.clear()) == 199_401 and cache.size == 0
 
 
+def test_find_snapshot_returns_the_longest_prefix_that_has_one() -> None:
+    cache, text = _C.PrefixCache(8, 2, 3), [*range(12)]
+    node, _ = cache.insert(text, 5)
+    cache.unlock(node)
+    assert cache.find_snapshot(text, 5) == (0, -1)
+    kept = {pages: cache.take_snapshot() for pages in (2, 4)}
+    for pages, snapshot in kept.items():
+        cache.keep_snapshot(text, pages, snapshot)
+    assert cache.find_snapshot(text, 5) == (4, kept[4]) and cache.find_snapshot(text, 3) == (2, kept[2])
+    assert cache.find_snapshot([*text[:6], 9, 9, 9], 4) == (2, kept[2]), "it diverges after three pages"
+    # One that cannot be kept is given back: of a prefix that has one, or is not cached.
+    for other, pages in ((text, 2), ([7, 7, 7, 7], 1)):
+        cache.keep_snapshot(other, pages, cache.take_snapshot())
+        assert cache.num_snapshots == 2
+    cache.find_snapshot(text, 5)
+    assert cache.take_snapshot() not in kept.values() and cache.take_snapshot() == kept[2], "least recently used"
+    assert cache.find_snapshot(text, 3) == (0, -1) and cache.take_snapshot() == kept[4]
+    assert cache.take_snapshot() == -1 and cache.num_evicted_snapshots == 2
+
+
+def test_evicted_page_loses_its_snapshot_and_those_after_it() -> None:
+    cache, text = _C.PrefixCache(8, 2, 2), [*range(12)]
+    node, places = cache.insert(text, 5)
+    cache.unlock(node)
+    for pages in (2, 4):
+        cache.keep_snapshot(text, pages, cache.take_snapshot())
+    assert cache.evict(1) == [places[4]] and cache.find_snapshot(text, 5)[0] == 4
+    assert cache.evict(1) == [places[3]] and cache.find_snapshot(text, 5)[0] == 2
+    assert (cache.num_snapshots, cache.num_evicted_snapshots) == (1, 1)
+    cache.clear()
+    assert cache.num_snapshots == 0 and cache.find_snapshot(text, 5) == (0, -1)
+
+
 # --- engines
 
 DRAFTS: dict[str, Callable[[], Draft | None]] = {

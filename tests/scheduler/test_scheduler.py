@@ -131,6 +131,38 @@ def test_scheduler_random_exceptions(batch: int, method: str, rounds_in_flight: 
     assert faults == FAULTS[method][rounds_in_flight - 1] if batch == 0 else faults > 5
 
 
+@pytest.mark.parametrize("method", [None, "save_snapshots", *exhaustive("prefill", "begin", "assign_pages", "round")])
+def test_scheduler_random_mixes_with_snapshots(method: str | None) -> None:
+    """A request begins with the state of its cached pages, whatever is evicted, cancelled or fails; none gets lost."""
+    restored = evicted = faults = 0
+
+    def step(device: Device) -> bool:
+        nonlocal faults
+        try:
+            return device.step()
+        except Fault:
+            faults += 1
+            return True
+
+    for seed in range(45):
+        device = any_device(seed, 1 + seed % 3, snapshots=True)
+        device.stall = device.rng.choice([0, 0, 0.3])
+        device.faults = {} if method is None else {method: 0.15}
+        for _ in range(device.rng.randint(2, 14)):
+            device.submit_any()
+            if device.rng.random() < 0.15:
+                device.cancel(device.rng.randrange(len(device.sent)))
+            for _ in range(device.rng.choice([0, 1, 9, 30])):
+                step(device)
+        while step(device):
+            pass
+        device.faults = {}
+        device.run()
+        restored += device.scheduler.num_restored_snapshots
+        evicted += device.scheduler.num_evicted_snapshots
+    assert restored > 15 and evicted > 15 and (faults > 5) == (method is not None)
+
+
 @settings(max_examples=150)
 @given(
     sizes=st.builds(Sizes.random, st.randoms(use_true_random=False), st.integers(1, 3)),

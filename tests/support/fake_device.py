@@ -54,7 +54,7 @@ class Sizes:
         return self.accept_width * (1 + 2 * self.max_logprobs) if self.max_logprobs >= 0 else 0
 
     @staticmethod
-    def random(rng: random.Random, rounds_in_flight: int = 1) -> Sizes:
+    def random(rng: random.Random, rounds_in_flight: int = 1, snapshots: bool = False) -> Sizes:
         num_slots, accept_width, max_len = rng.randint(1, 6), rng.randint(1, 6), rng.randint(2, 40)
         window = rng.choice([0, 0, rng.randint(1, 16)])
         smaller = rng.sample(range(1, num_slots + 1), rng.randint(0, num_slots))
@@ -79,6 +79,12 @@ class Sizes:
             draft_can_idle=rests or rng.random() < 0.3,
             prefix_cache=not window and rng.random() < 0.6,
         )
+        if snapshots:
+            kept = {"prefix_cache": True, "window": 0} | {
+                "num_snapshots": rng.choice([1, 2, 3, 8]),
+                "snapshot_pages": rng.choice([1, 2, 5]),
+            }
+            sizes = Sizes(**sizes.fields | kept)
         smallest = sizes.pages(max_len)
         return Sizes(**{**sizes.fields, "num_pages": rng.choice([smallest, smallest + 1, 2 * smallest, 9 * smallest])})
 
@@ -247,6 +253,7 @@ class Device:
             self.scheduler.set_costs(_C.RoundCosts(sizes.batch_sizes, sizes.rows, *costs))
         self.pages = Pages(sizes)
         self.slots: dict[int, Slot] = {}  # in the order of `begin`
+        self.snapshots: dict[int, list[int]] = {}  # the texts whose states they are
         self.rests = False  # the draft, in the round that is running
         self.late: tuple[Any, ...] | None = None  # what may fail once a launch has done its work
         self.needed_apart = 0  # pages, before slots came to share some
@@ -381,6 +388,7 @@ class Device:
         self.scheduler.clear_cache()
         self.step()
         assert not any(self.pages.owners) and self.scheduler.num_cached_pages == 0
+        assert self.scheduler.num_snapshots == 0, "a snapshot is lost"
 
     def check_all_done(self) -> None:
         assert not self.slots and self.scheduler.num_waiting == self.scheduler.num_running == 0
@@ -481,6 +489,10 @@ class Device:
         state.end_page = len(cached)
         self.pages.assign(cached, [*range(first, first + len(cached))])
         self.pages.expect_text(slot, text, rows)
+        if self.sizes.num_snapshots and cached:
+            assert self.snapshots[request.snapshot] == text[:rows], "the state of another text"
+        else:
+            assert request.snapshot == -1
         assert self.needed(1) <= self.sizes.num_pages
         self.take_pages(state, 0 if self.sizes.window else len(text) - 1 + self.sizes.reserve)
         if request_id not in self.first_starts:
@@ -495,6 +507,9 @@ class Device:
         room = self.sizes.prefill_chunk
         for state, chunk in zip(states, chunks, strict=True):
             count = min(room, len(state.text) - state.rows)
+            if self.sizes.num_snapshots and len(chunk.tokens) - 1 < count:
+                count = len(chunk.tokens) - 1
+                assert (chunk.start + count) % self.sizes.page_size == 0, "it ends where a snapshot may be saved"
             assert not state.active and chunk.start == state.rows and count > 0
             assert chunk.tokens == [*state.text, state.text[-1]][chunk.start : chunk.start + count + 1]
             room -= count
@@ -510,6 +525,15 @@ class Device:
             other.chunks_waited += other.takes_part
             late = self.stall and self.sizes.rounds_in_flight > 1  # that somebody stalled is seen when it is read
             assert other.chunks_waited <= 1 or self.sizes.max_batch < self.sizes.num_slots or self.faults or late
+
+    def save_snapshots(self, slots: list[int], snapshots: list[int]) -> None:
+        assert len({*slots}) == len(slots) == len({*snapshots}) == len(snapshots) > 0
+        self.may_fail("save_snapshots", *(self.slots[slot].request_id for slot in slots))
+        for slot, snapshot in zip(slots, snapshots, strict=True):
+            state = self.slots[slot]
+            assert 0 <= snapshot < self.sizes.num_snapshots and not state.active and not state.left
+            assert 0 < state.rows < len(state.text) and state.rows % self.sizes.page_size == 0
+            self.snapshots[snapshot] = state.text[: state.rows]
 
     def activate(self, slots: list[int]) -> None:
         states = [self.slots[slot] for slot in slots]
@@ -787,8 +811,8 @@ class Device:
                 assert sent.emitted == sent.produced and sent.counts == (sent.rounds, sent.drafted, sent.accepted)
 
 
-def any_device(seed: int, rounds_in_flight: int = 1) -> Device:
-    device = Device(Sizes.random(random.Random(seed), rounds_in_flight), seed)
+def any_device(seed: int, rounds_in_flight: int = 1, snapshots: bool = False) -> Device:
+    device = Device(Sizes.random(random.Random(seed), rounds_in_flight, snapshots), seed)
     device.streams = device.rng.random() < 0.7
     device.priorities = device.rng.choice([[0], [0], [1, 0], [2, -7, 0, 0, 2]])
     return device

@@ -98,7 +98,7 @@ FLAGS: dict[str, EngineFlag] = {
         {
             "action": "store_true",
             "help": "prefill every prompt whole (default: reuse cached prefixes, unless layers have sliding windows or "
-            "a recurrent state, or inference is deterministic)",
+            "inference is deterministic)",
         },
     ),
     "--disable-cuda-graph": EngineFlag(

@@ -138,11 +138,13 @@ class EngineConfig:
             own attention plan, and the passes in which drafts catch up.
         rounds_in_flight: rounds launched and not yet read.
         prefix_cache: requests reuse the pages of others with the same prefix.
+        num_snapshots: recurrent states of prefixes that the cache keeps; 0: the target has none, or there is no cache.
+        snapshot_pages: of a prompt between two snapshots, its last whole page excepted.
         fixed_split: rows at which attention splits KV, whatever the batch; None: where it is fastest.
         top_n: most likely tokens scored next to each token, at most.
         implementation: of the target, "native" or "transformers".
         grammars: requests may have a grammar.
-        state_bytes: of the recurrent states of all slots, and of what they record of trees.
+        state_bytes: of the recurrent states of all slots and snapshots, and of what the slots record of trees.
     """
 
     machine: Machine
@@ -168,6 +170,8 @@ class EngineConfig:
     round_sizes: tuple[RoundSize, ...]
     rounds_in_flight: int
     prefix_cache: bool
+    num_snapshots: int
+    snapshot_pages: int
     fixed_split: int | None
     top_n: int
     implementation: str
@@ -204,8 +208,11 @@ class EngineConfig:
         check_recurrent(model, states, needs, options)
         reserve = max(needs.num_nodes, needs.accept_width, needs.scratch_rows) + 1
         max_pages = -(-(max_len + reserve) // options.page_size)
-        can_cache = draft.cacheable and needs.lookahead <= 1 and not states
+        can_cache = draft.cacheable and needs.lookahead <= 1 and (not states or options.num_snapshots != 0)
         pages, prefix_cache = page_plan_of(model, implementation, can_cache, needs, options, max_pages, reserve)
+        num_snapshots = 0
+        if states and prefix_cache:
+            num_snapshots = options.num_slots if options.num_snapshots is None else options.num_snapshots
         num_pages = num_pages_of(options, machine, pages, max_len, reserve)
         adaptive = is_adaptive(options, draft, captures, on_cuda)
         largest = options.num_slots
@@ -233,11 +240,15 @@ class EngineConfig:
             round_sizes=(),
             rounds_in_flight=options.rounds_in_flight or (2 if on_cuda else 1),
             prefix_cache=prefix_cache,
+            num_snapshots=num_snapshots,
+            snapshot_pages=max(options.snapshot_rows // options.page_size, 1),
             fixed_split=INVARIANT_SPLIT if options.batch_invariant else None,
             top_n=min(MAX_LOGPROBS, model.vocab_size),
             implementation=implementation,
             grammars=options.grammars,
-            state_bytes=sum(bytes_of(spec, options.num_slots, needs.num_nodes) for spec in states),
+            state_bytes=sum(
+                bytes_of(spec, options.num_slots, needs.num_nodes) + num_snapshots * spec.nbytes for spec in states
+            ),
         )
         check_memory(config, model)  # before sizes are listed that may be too many for a list
         check_num_nodes(options.num_slots, needs.num_nodes)
@@ -449,10 +460,10 @@ def check_recurrent(model: Any, states: Sequence[StateSpec], needs: Needs, optio
             f"Engine: draft has num_nodes={needs.num_nodes}, expected at most {MOST_TREE_NODES} "
             f"({model.model_type} has layers with a recurrent state)"
         )
-    if options.prefix_cache:
+    if options.prefix_cache and options.num_snapshots == 0:
         raise ValueError(
-            f"Engine: prefix_cache is set, expected not with {model.model_type}, "
-            "whose layers keep a recurrent state, which no page has"
+            f"Engine: num_snapshots is 0, expected at least 1 with prefix_cache "
+            f"({model.model_type} has layers with a recurrent state)"
         )
 
 

@@ -99,8 +99,17 @@ class EngineOptions:
         "keep the KV pages of finished requests while there is room, and reuse full pages of them for requests with "
         "the same prefix, in target and draft (docs/round.md, section 8). Samples of one prompt that start together "
         "prefill it once. Texts are equal up to proven near-ties, as between batches of different composition. Refused "
-        "with batch_invariant. None: enabled if it costs nothing, which excludes batch_invariant and models whose "
-        "layers give back pages below a sliding window.",
+        "with batch_invariant. None: enabled, except with batch_invariant, drafts that keep more of a prompt than KV, "
+        "and models whose layers give back pages below a sliding window.",
+    )
+    num_snapshots: int | None = option(
+        None,
+        "with prefix_cache, states of prefixes that are kept for models with recurrent layers, whose prefixes are "
+        "reused only where there is one; the least recently used is replaced. None: as many as num_slots.",
+    )
+    snapshot_rows: int = option(
+        4096,
+        "prompt rows between two of these states, in whole pages. Each prompt also has one at its last whole page.",
     )
     batch_invariant: bool = option(
         False,
@@ -136,6 +145,9 @@ class EngineOptions:
         if self.max_len is not None:
             check_at_least(2, max_len=self.max_len)
         check_at_least(1, num_slots=self.num_slots, page_size=self.page_size, prefill_chunk=self.prefill_chunk)
+        check_at_least(1, snapshot_rows=self.snapshot_rows)
+        if self.num_snapshots is not None:
+            check_at_least(0, num_snapshots=self.num_snapshots)
         if self.rounds_in_flight is not None and not 1 <= self.rounds_in_flight < RING_DEPTH:
             raise ValueError(f"Engine: rounds_in_flight is {self.rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
         self._check_mem_fraction()

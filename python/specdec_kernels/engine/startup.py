@@ -120,6 +120,7 @@ def load_target(
         adapter=adapter,
         window_pages=dict(config.pages.windows),
         num_slots=config.num_slots,
+        num_snapshots=config.num_snapshots,
         max_nodes=config.needs.num_nodes,
         accept_width=config.needs.accept_width,
     )
@@ -254,6 +255,8 @@ def make_scheduler(
         rounds_in_flight=config.rounds_in_flight,
         draft_can_idle=config.needs.max_idle_rounds > 0,
         prefix_cache=config.prefix_cache,
+        num_snapshots=config.num_snapshots,
+        snapshot_pages=config.snapshot_pages,
         batch_sizes=config.batch_sizes,
         rows=config.rows,
         drafted=[round.level_limits[batch] for batch in config.batch_sizes],

@@ -19,6 +19,8 @@ class EngineStats:
         retractions: times that a request gave back its slot for lack of pages.
         prefix_hits: requests that started with pages of the prefix cache. cached_tokens: prompt tokens that these pages
             saved from prefill.
+        snapshots_saved, snapshots_evicted, snapshots_restored: recurrent states of prefixes that the cache kept,
+            dropped for lack of room, and used; 0 for models without such states.
         host_seconds: work of the scheduler's loop: launching rounds and command records, reading results, releasing
             slots. Excludes `wait_seconds` and `prefill_seconds`.
         wait_seconds: the loop's waits for the device.
@@ -39,6 +41,9 @@ class EngineStats:
     retractions: int
     prefix_hits: int
     cached_tokens: int
+    snapshots_saved: int
+    snapshots_evicted: int
+    snapshots_restored: int
     host_seconds: float
     wait_seconds: float
     prefill_seconds: float
@@ -102,6 +107,9 @@ def read_stats(
         retractions=scheduler.num_retractions,
         prefix_hits=scheduler.num_prefix_hits,
         cached_tokens=scheduler.num_cached_tokens,
+        snapshots_saved=scheduler.num_saved_snapshots,
+        snapshots_evicted=scheduler.num_evicted_snapshots,
+        snapshots_restored=scheduler.num_restored_snapshots,
         host_seconds=1e-9 * times.host,
         wait_seconds=1e-9 * times.wait,
         prefill_seconds=1e-9 * times.prefill,

@@ -29,6 +29,7 @@ class ModelOptions:
         adapter: folder of a LoRA to merge into the weights of a path or hub id.
         name: of the model in error messages.
         num_slots: sequences that have a recurrent state, of models with such layers.
+        num_snapshots: further such states, for the prefix cache.
         max_nodes, accept_width: most nodes of a sequence's tree, and width of accepted paths, for these layers.
         window_pages: sliding windows whose layers have a page table of their own (`PagedBatch.window_tables`), and the
             number of pages of each.
@@ -46,6 +47,7 @@ class ModelOptions:
     adapter: Path | None = None
     name: str = "model"
     num_slots: int = 1
+    num_snapshots: int = 0
     max_nodes: int = 16
     accept_width: int = 16
     window_pages: Mapping[int, int] = field(default_factory=dict)

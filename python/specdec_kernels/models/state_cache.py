@@ -76,15 +76,24 @@ class StateCache:
 
     Each pass over a tree must be followed by one `move`: the pass has added the pending path to the state, and another
     pass would add it again.
+
+    `snapshots` are copies of committed states that no slot reads or writes, for the prefix cache.
     """
 
     specs: tuple[StateSpec, ...]
     layers: tuple[LayerState, ...]
     paths: PendingPaths
+    snapshots: Mapping[str, Tensor]  # [num_snapshots, ...], as `kept`
 
     @classmethod
     def allocate(
-        cls, specs: Sequence[StateSpec], num_slots: int, max_nodes: int, path_width: int, device: torch.device
+        cls,
+        specs: Sequence[StateSpec],
+        num_slots: int,
+        max_nodes: int,
+        path_width: int,
+        device: torch.device,
+        num_snapshots: int = 0,
     ) -> StateCache:
         """Return states for a layer of each of these specs.
 
@@ -94,6 +103,7 @@ class StateCache:
             max_nodes: of a request's tree.
             path_width: of accepted paths.
             device: of all tensors.
+            num_snapshots: states that can be kept next to those of the slots.
         """
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -121,21 +131,31 @@ class StateCache:
             state = zeros(num_slots, each.value_heads, each.value_dim, each.key_dim)
             return LayerState(window, inputs, state, records, paths)
 
-        return cls(tuple(specs), tuple(map(layer, specs)), paths)
+        layers = tuple(map(layer, specs))
+        snapshots = {
+            name: zeros(num_snapshots, *tensor.shape[1:], dtype=tensor.dtype)
+            for name, tensor in kept_of(layers).items()
+        }
+        return cls(tuple(specs), layers, paths, snapshots)
 
-    def with_slots(self, num_slots: int) -> StateCache:
-        """Return states for the same layers and trees, with another number of slots."""
-        max_nodes = self.layers[0].inputs.shape[2]
-        return self.allocate(self.specs, num_slots, max_nodes, self.paths.nodes.shape[1], self.paths.nodes.device)
+    def with_slots(self, num_slots: int, num_snapshots: int = 0) -> StateCache:
+        """Return states for the same layers and trees, with other numbers of slots and of snapshots."""
+        max_nodes, path_width = self.layers[0].inputs.shape[2], self.paths.nodes.shape[1]
+        return self.allocate(self.specs, num_slots, max_nodes, path_width, self.paths.nodes.device, num_snapshots)
 
     @property
     def num_slots(self) -> int:
         return len(self.paths.num_nodes)
 
     @property
+    def num_snapshots(self) -> int:
+        return len(next(iter(self.snapshots.values())))
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all states and records."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in tensors_of(layer))
+        """Bytes of all states, records and snapshots."""
+        of_slots = (tensor for layer in self.layers for tensor in tensors_of(layer))
+        return sum(tensor.nbytes for tensor in (*of_slots, *self.snapshots.values()))
 
     def begin(self, slot: int) -> None:
         """Drop the path that a slot's last request left pending; its first pass starts from zeros."""
@@ -171,6 +191,15 @@ class StateCache:
         for name, tensor in self.kept.items():
             tensor[slot] = saved[name]
 
+    def save_snapshot(self, slot: int, snapshot: int) -> None:
+        """Copy the state of a slot that has no pending path to a snapshot: one that a prompt's pass has left."""
+        for name, tensor in self.kept.items():
+            self.snapshots[name][snapshot] = tensor[slot]
+
+    def restore_snapshot(self, slot: int, snapshot: int) -> None:
+        """Make a snapshot the slot's state."""
+        self.restore(slot, {name: tensor[snapshot] for name, tensor in self.snapshots.items()})
+
     def fork(self, source: int, target: int) -> None:
         """Copy a slot's state to another slot, which then shares nothing with it."""
         self.restore(target, self.save(source))
@@ -178,12 +207,15 @@ class StateCache:
     @property
     def kept(self) -> dict[str, Tensor]:
         """The tensors [num_slots, ...] that are a slot's state once it is settled, by layer and name."""
-        each = {
-            f"{index}.{name}": getattr(layer, name)
-            for index, layer in enumerate(self.layers)
-            for name in ("window", "state")
-        }
-        return {name: tensor for name, tensor in each.items() if tensor is not None}
+        return kept_of(self.layers)
+
+
+def kept_of(layers: Sequence[LayerState]) -> dict[str, Tensor]:
+    """Return the tensors that are the settled states of these layers, by layer and name."""
+    each = {
+        f"{index}.{name}": getattr(layer, name) for index, layer in enumerate(layers) for name in ("window", "state")
+    }
+    return {name: tensor for name, tensor in each.items() if tensor is not None}
 
 
 def tensors_of(layer: LayerState) -> list[Tensor]:

@@ -55,11 +55,16 @@ class Executor:
             first = slot * state.pool.page_table.shape[1]
             self.assign_pages(cached, [*range(first, first + len(cached))])
             state.pool.page_counts[slot] = len(cached)
+        if request.snapshot >= 0:
+            assert self.target.states is not None
+            self.target.states.restore_snapshot(slot, request.snapshot)
         if state.window is None:
             # The slot gets all pages up to its first round at once, as the scheduler counts them. If there are too few,
             # it stalls, and its activation reports an error.
             rows = len(tokens) - 1 + self.round.reserve
             alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
+        if request.snapshot >= 0:  # the rows after which the first chunk's recurrent layers go on
+            state.seq_lens[slot] = len(cached) * state.pool.page_size
         self._scores.pop(slot, None)
         if inputs.scores is not None:
             self._scores[slot] = inputs.scores
@@ -100,6 +105,12 @@ class Executor:
     @torch.inference_mode()
     def prefill(self, chunks: list[PrefillChunk]) -> None:
         self.passes.run(chunks, self._scores)
+
+    @torch.inference_mode()
+    def save_snapshots(self, slots: list[int], snapshots: list[int]) -> None:
+        assert self.target.states is not None
+        for slot, snapshot in zip(slots, snapshots, strict=True):
+            self.target.states.save_snapshot(slot, snapshot)
 
     @torch.inference_mode()
     def activate(self, slots: list[int]) -> None:

@@ -84,7 +84,8 @@ class PagedModel:
     def sleep(self, level: int) -> None:
         """Drop pools and states, and offload the weights to host memory (1) or drop them (2)."""
         if self.states is not None:
-            self._num_slots, self.states = self.states.num_slots, self.states.with_slots(0)
+            self._num_states = self.states.num_slots, self.states.num_snapshots
+            self.states = self.states.with_slots(0)
         self.resize_pools(0)
         self._device = self.embedding.weight.device
         if self._offloads(level):
@@ -97,7 +98,7 @@ class PagedModel:
             onload(self.weights, self._device, dropped=level == 2)
             self._make_parts()
         if self.states is not None:
-            self.states = self.states.with_slots(self._num_slots)
+            self.states = self.states.with_slots(*self._num_states)
         self.resize_pools(num_pages)
 
     def _offloads(self, level: int) -> bool:

@@ -109,7 +109,8 @@ class CausalLM(PagedModel):
             self._check(layouts, states, options)
         if states:
             sizes = options.num_slots, options.max_nodes, options.accept_width
-            self.states = StateCache.allocate(states, *sizes, self.embedding.weight.device)
+            device = self.embedding.weight.device
+            self.states = StateCache.allocate(states, *sizes, device, options.num_snapshots)
         self._make_pools(model, layouts, options)
 
     def _check(self, layouts: Sequence[KvLayout], states: Sequence[StateSpec], options: ModelOptions) -> None:

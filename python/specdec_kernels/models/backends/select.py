@@ -95,7 +95,8 @@ def states_of(config: Any) -> str | None:
     if not specs:
         return None
     state, with_node = (sum(bytes_of(spec, 1, nodes) for spec in specs) for nodes in (0, 1))
-    return f"{state / 1e6:.1f} MB a request, and {(with_node - state) / 1e6:.2f} MB for each node of its trees"
+    of_node = (with_node - state) / 1e6
+    return f"{state / 1e6:.1f} MB a request or a snapshot, and {of_node:.2f} MB for each node of its trees"
 
 
 class BackendSummary(NamedTuple):
