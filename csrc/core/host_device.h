@@ -1,4 +1,4 @@
-// SD_HD: marks small functions shared by a kernel and its CPU twin.
+// SD_HD: marks small functions shared by a kernel and its CPU twin. SD_UNROLL unrolls a loop in one.
 #pragma once
 
 #include <type_traits>
@@ -7,6 +7,14 @@
 #define SD_HD __host__ __device__ __forceinline__
 #else
 #define SD_HD inline
+#endif
+
+#ifdef __CUDA_ARCH__
+#define SD_UNROLL _Pragma("unroll")
+#elif defined(__CUDACC__)
+#define SD_UNROLL
+#else
+#define SD_UNROLL _Pragma("GCC unroll 8")
 #endif
 
 namespace specdec {

@@ -16,21 +16,12 @@
 //
 // Scopes: every text belongs to one, stored in its blocks. 0 is global, 1 to 2^31 - 1 are groups, larger ones are
 // private to a stream. Texts of different scopes share memory and nothing else.
-// streams of their own. Texts of different scopes share the memory and nothing else.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "core/host_device.h"
-
-#ifdef __CUDA_ARCH__
-#define SD_UNROLL _Pragma("unroll")
-#elif defined(__CUDACC__)
-#define SD_UNROLL
-#else
-#define SD_UNROLL _Pragma("GCC unroll 8")
-#endif
 
 namespace specdec::ngram {
 

@@ -60,7 +60,7 @@ SD_HD void load_window(const PendingPathsView& p, const ConvLayer& layer, const 
   const T* window = static_cast<const T*>(layer.window) + path.slot * size * layer.channels + channel;
   const T* records =
       static_cast<const T*>(layer.records) + first_record(p, path.buffer, path.slot) * layer.channels + channel;
-#pragma unroll
+  SD_UNROLL
   for (int t = 0; t < kMaxTaps - 1; ++t) {
     if (t >= size) break;
     const int64_t at = t + path.count;  // in the window, then in the path
@@ -72,7 +72,7 @@ template <class T>
 SD_HD void store_window(const ConvLayer& layer, int64_t slot, int64_t channel, const T* from) {
   const int64_t size = layer.taps - 1;
   T* window = static_cast<T*>(layer.window) + slot * size * layer.channels + channel;
-#pragma unroll
+  SD_UNROLL
   for (int t = 0; t < kMaxTaps - 1; ++t) {
     if (t >= size) break;
     window[t * layer.channels] = from[t];
@@ -86,7 +86,7 @@ SD_HD void store_window_after_chain(const TreeConv1dParams& p, const Request& re
   const int64_t size = p.layer.taps - 1;
   T* window = static_cast<T*>(p.layer.window) + request.path.slot * size * p.layer.channels + channel;
   const T* x = static_cast<const T*>(p.x) + request.first * p.x_stride + channel;
-#pragma unroll
+  SD_UNROLL
   for (int from = 0; from < kMaxTaps - 1; ++from) {  // before[from] moves to the front by the number of rows
     const int64_t to = from - static_cast<int64_t>(request.rows);
     if (from < size && to >= 0) window[to * p.layer.channels] = before[from];
@@ -106,7 +106,7 @@ SD_HD float convolve(const TreeConv1dParams& p, const Request& request, int32_t 
   int64_t node = i;
   int outside = 0;  // taps before the request's rows
   float sum = bias;
-#pragma unroll
+  SD_UNROLL
   for (int t = 0; t < kMaxTaps; ++t) {
     if (t >= taps) break;
     float tap = 0;
@@ -122,7 +122,7 @@ SD_HD float convolve(const TreeConv1dParams& p, const Request& request, int32_t 
       }
     } else {
       ++outside;
-#pragma unroll
+      SD_UNROLL
       for (int w = 0; w < kMaxTaps - 1; ++w)  // window[taps - 1 - outside], without an index into registers
         if (w == taps - 1 - outside) tap = to_float(window[w]);
     }
@@ -135,7 +135,7 @@ SD_HD float convolve(const TreeConv1dParams& p, const Request& request, int32_t 
 template <class T>
 SD_HD float load_weight(const TreeConv1dParams& p, int64_t channel, float* weight) {
   const T* from = static_cast<const T*>(p.weight) + channel * p.layer.taps;
-#pragma unroll
+  SD_UNROLL
   for (int t = 0; t < kMaxTaps; ++t) weight[t] = t < p.layer.taps ? to_float(from[p.layer.taps - 1 - t]) : 0;
   return p.bias ? to_float(static_cast<const T*>(p.bias)[channel]) : 0;
 }
