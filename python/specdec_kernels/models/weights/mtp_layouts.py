@@ -94,9 +94,13 @@ class MtpLayout:
         return self.prefix.format(layer=num_layers)
 
     def fits(self, names: Iterable[str], num_layers: int) -> bool:
-        """Return whether a checkpoint with tensors of these names has an MTP layer of this layout, if only in part."""
-        prefix = self.prefix_of(num_layers)
-        return not {f"{prefix}{self.projection}.weight", f"{prefix}{self.state_norm}.weight"}.isdisjoint(names)
+        """Return whether a checkpoint with tensors of these names has an MTP layer of this layout, if only in part.
+
+        One of the projection and the norms before it may be missing. The projection alone may be an EAGLE head's.
+        """
+        modules = {self.projection, self.state_norm, self.embedding_norm}
+        wanted = {f"{self.prefix_of(num_layers)}{module}.weight" for module in modules}
+        return len(wanted.intersection(names)) >= 2
 
     def layers(self, names: Iterable[str], num_layers: int) -> list[int]:
         """Return the indices of MTP layers, increasing."""
