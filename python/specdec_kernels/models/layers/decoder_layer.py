@@ -84,6 +84,10 @@ class Layer:
             x = out(mixed)
             x = x if post_norm is None else post_norm(x)
             normed, residual = self.pre_feed_forward_norm.add_norm(x, residual, residual_out)
+        return self.feed_forward_and_norm(normed, residual)
+
+    def feed_forward_and_norm(self, normed: Tensor, residual: Tensor) -> tuple[LayerOutput, Tensor | None]:
+        """Run the feed-forward part and the norm after it, if there is one."""
         if self.post_feed_forward_norm is None:
             return self.feed_forward(normed, residual)
         output, _ = self.feed_forward(normed, None)
@@ -148,10 +152,7 @@ class TwoMixerLayer(Layer):
         residual = residual if only is None else residual[only]
         assert self.pre_feed_forward_norm is not None
         normed, residual = self.pre_feed_forward_norm.add_norm(outputs[0] + outputs[1], residual, residual_out)
-        if self.post_feed_forward_norm is None:
-            return self.feed_forward(normed, residual)
-        output, _ = self.feed_forward(normed, None)
-        return self.post_feed_forward_norm(combined(output)), residual
+        return self.feed_forward_and_norm(normed, residual)
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
