@@ -55,15 +55,14 @@ class Executor:
             first = slot * state.pool.page_table.shape[1]
             self.assign_pages(cached, [*range(first, first + len(cached))])
             state.pool.page_counts[slot] = len(cached)
-        if request.snapshot >= 0:
-            assert self.target.states is not None
-            self.target.states.restore_snapshot(slot, request.snapshot)
         if state.window is None:
             # The slot gets all pages up to its first round at once, as the scheduler counts them. If there are too few,
             # it stalls, and its activation reports an error.
             rows = len(tokens) - 1 + self.round.reserve
             alloc_pages(state.pool, state.seq_lens, rows, slots=slots, status=state.status)
-        if request.snapshot >= 0:  # the rows after which the first chunk's recurrent layers go on
+        if request.snapshot >= 0:  # the first chunk's recurrent layers go on from it, after the cached rows
+            assert self.target.states is not None
+            self.target.states.restore_snapshot(slot, request.snapshot)
             state.seq_lens[slot] = len(cached) * state.pool.page_size
         self._scores.pop(slot, None)
         if inputs.scores is not None:

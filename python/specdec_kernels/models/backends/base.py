@@ -39,7 +39,7 @@ class PagedModel:
     is_given: bool
     _config: Any
     _device: torch.device
-    _num_slots: int = 0  # of the states, while it sleeps
+    _num_states: tuple[int, int]  # of slots and snapshots, while it sleeps
     _skeleton: Skeleton | None = None
 
     @property
