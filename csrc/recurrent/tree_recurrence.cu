@@ -6,8 +6,8 @@
 // state are partial sums in all lanes, which a butterfly distributes so that each lane completes one of them. Pairs of
 // a node and an ancestor, which a list in shared memory names, take a thread each; other pairs are 0. The triangular
 // solve goes by blocks of 16 nodes: all warps subtract what earlier blocks contribute, then one warp solves the block
-// in registers, a lane per value. A chain goes in chunks of kChunkRows rows, after each of which the chunk is folded
-// like a pending path.
+// in registers, a lane per value. A chain goes in chunks of kChunkRows rows; each chunk is folded like a
+// pending path before the next one.
 //
 // Bytes per value head: 8 * key_dim * value_dim of state, and rows and records, which are a few percent of that per
 // node.

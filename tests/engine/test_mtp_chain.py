@@ -165,7 +165,7 @@ def test_what_is_not_computed_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ValueError) as error:
         make_engine(folder, MTP(num_steps=4, topk=1))
     assert str(error.value) == (
-        "MTP: num_steps is 4, expected at most 3 for a checkpoint with 3 MTP layers, each of which drafts one step"
+        "MTP: num_steps is 4, expected at most 3 for a checkpoint with 3 MTP layers (each drafts one step)"
     )
     with pytest.raises(ValueError) as error:
         make_engine(folder, MTP(num_steps=3, topk=1), prefix_cache=True)

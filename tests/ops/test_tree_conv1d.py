@@ -126,7 +126,7 @@ def test_tree_conv1d_of_a_chain_does_not_depend_on_how_it_is_cut(
 
 
 def test_tree_conv1d_rounds_equal_one_plain_convolution(device: torch.device) -> None:
-    """A prompt, then rounds of trees of which each accepts some path; then a chain that commits the last path."""
+    """A prompt, then rounds of trees that each accept some path; then a chain that commits the last path."""
     model = Model(device, 24, 4, 2)
     model.window.fill_(torch.nan)
     model.prefix_lens.zero_()

@@ -123,7 +123,7 @@ def test_tree_recurrence_folds_any_accepted_path(device: torch.device, kind: str
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_tree_recurrence_rounds_equal_one_plain_recurrence(device: torch.device, kind: str, dtype: torch.dtype) -> None:
-    """A prompt, then rounds of trees of which each accepts some path; then a chain that commits the last path."""
+    """A prompt, then rounds of trees that each accept some path; then a chain that commits the last path."""
     layer = Layer(kind, 2, 4, 32, 16)
     model = Model(device, layer, num_slots=2, max_nodes=16)
     model.state.fill_(torch.nan)

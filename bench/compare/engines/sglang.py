@@ -1,6 +1,6 @@
 """SGLang through its offline engine or its server, with the settings that its documentation gives.
 
-Written for 0.5.17.
+Written for 0.5.17 to 0.5.23.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class MTP(FrequentTokensDraft):
         if 1 < num_layers < self.num_steps:
             raise ValueError(
                 f"MTP: num_steps is {self.num_steps}, expected at most {num_layers} for a checkpoint with "
-                f"{num_layers} MTP layers, each of which drafts one step"
+                f"{num_layers} MTP layers (each drafts one step)"
             )
         return 1 if num_layers == 1 else self.num_steps
 
