@@ -226,7 +226,9 @@ class Reference:
         x = (torch.cat(pair, -1) @ self.weights["eh_proj"].T)[None]
         positions = torch.arange(len(tokens))[None]
         mask = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)[None, None]
-        rotations = self.rotary(x, positions)
+        # Rotations for images want the positions of three grids, which are equal in a text.
+        grids = positions.expand(3, 1, -1) if hasattr(self.rotary, "mrope_section") else positions
+        rotations = self.rotary(x, grids)
         out = self.block(x, position_embeddings=rotations, attention_mask=mask, position_ids=positions)
         return self.norm("post_norm", (out[0] if isinstance(out, tuple) else out)[0])
 
