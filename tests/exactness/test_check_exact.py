@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specdec_kernels import cli
-from specdec_kernels.engine import Eagle3, Engine
+from specdec_kernels.engine import MTP, Eagle3, Engine, Ngram, SamplingParams, Union
 from specdec_kernels.exactness import BEGUN, DIFFERENCE, IDS, NEAR_TIE
 from specdec_kernels.exactness.answers import Answer
 from specdec_kernels.exactness.cases import BOTH, COMPLETIONS, FEATURES, Case, make_case
@@ -24,6 +24,7 @@ from specdec_kernels.exactness.sides import continues_ids, measured_limits
 from specdec_kernels.tiny import tiny_model
 from support.defective_proxy import DEFECTS, Defect, proxied, swap_token
 from support.exact_servers import OFF, check, expect_exact, side_of
+from support.hybrid_servers import write_hybrid_with_mtp
 from support.server_thread import Running, serving
 
 PAIRS = 5000
@@ -55,6 +56,32 @@ def server() -> Iterator[Running]:
 def test_answers_of_5000_requests_are_equal(server: Running) -> None:
     count = int(os.environ.get("SPECDEC_PAIRS", PAIRS))
     expect_exact(check(side_of(server), side_of(server, **OFF), requests=count, max_tokens=24), side_of(server))
+
+
+@pytest.mark.exhaustive
+def test_answers_of_a_hybrid_with_an_mtp_layer_are_equal(tmp_path: Path, device: torch.device) -> None:
+    """Trees of the layer and of n-grams, from snapshots of prefixes, with too few pages for all requests."""
+    count = int(os.environ.get("SPECDEC_PAIRS", PAIRS))
+    draft = Union(MTP(num_steps=3, topk=3, num_nodes=10), Ngram(num_nodes=8), num_nodes=10)
+    engine = Engine(
+        write_hybrid_with_mtp(tmp_path / "hybrid"),
+        draft=draft,
+        max_len=384,
+        num_slots=8,
+        page_size=4,
+        num_pages=160,
+        dtype=torch.float32,
+        device=device,
+        grammars=True,
+        prefix_cache=True,
+        rounds_in_flight=2,
+    )
+    with serving(engine, max_queued=100) as running:
+        assert engine.generate([[5, 6, 7]], SamplingParams(48, ignore_eos=True))[0].stats.accept_length > 1.8
+        ours, theirs = side_of(running), side_of(running, **OFF)
+        expect_exact(check(ours, theirs, requests=count, max_tokens=24, context=256), ours)
+        assert engine.stats().snapshots_restored > 0
+        assert count < 1000 or engine.stats().retractions > 0
 
 
 def test_seeded_requests_are_skipped_where_logits_have_16_bits_and_no_ids_are_known(
