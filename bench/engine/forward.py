@@ -3,6 +3,9 @@
 Rows are requests x nodes. GEMMs of 16-bit weights are cuBLAS's, those of other weights are the pass's own. Every time
 is that of one CUDA graph, with cold weights (a pass reads more than any cache holds). `kernels` adds the time of the
 kernels by kind, from the profiler: a kernel that starts while another still runs includes its wait.
+
+A pass of a hybrid adds the path that the pass before left pending to the recurrent states: ACCEPTED nodes of a tree.
+Its GEMMs alone are not timed.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from ..ops.stored_weights import store_layers
 from ..ops.timing import replay_seconds, times_of
 
 PAGE_SIZE = 16
+ACCEPTED = 4  # nodes of a tree
 # Parts of a kernel's name by its kind, the first that fits; other kernels count as GEMMs.
 KINDS = {
     "tree_attention": ("attention", "merge_parts", "wgmma_"),
@@ -32,6 +36,9 @@ KINDS = {
     "quantize_fp8": ("quantize_fp8", "round_groups"),
     "rope_qkv_write_kv": ("rope_qkv_write_kv",),
     "silu_and_mul": ("silu_and_mul",),
+    "tree_recurrence": ("recurrence",),
+    "tree_conv1d": ("conv1d",),
+    "gated_rms_norm": ("gated_rms_norm",),
     "elementwise": ("elementwise", "index", "embedding", "cat", "copy", "Memcpy", "Memset", "reduce"),
 }
 
@@ -44,23 +51,30 @@ class Pass:
             return torch.tensor(*values, dtype=torch.int32, device=device, **options)
 
         pages = -(-(prefix + nodes) // PAGE_SIZE)
+        num_slots = batch if target.states is None else target.states.num_slots
+        table = torch.randperm(batch * pages, device=device).view(batch, pages)
         self.target = target
         self.tokens = torch.randint(target.config.vocab_size, (batch, nodes), device=device).int()
         self.positions = prefix + ints([list(range(nodes))] * batch)
         self.rows = PagedBatch(
             slots=torch.arange(batch, device=device).int(),
-            page_table=torch.randperm(batch * pages, device=device).int().view(batch, pages),
-            prefix_lens=ints([prefix] * batch),
+            page_table=functional.pad(table.int(), (0, 0, 0, num_slots - batch)),
+            prefix_lens=ints([prefix] * num_slots),
             tail_len=nodes,
             mask=None
-            if nodes == 1
+            if nodes == 1 and target.states is None
             else torch.tensor([[[2**i - 1 if i < 64 else -1] for i in range(1, nodes + 1)]] * batch, device=device),
             num_valid=ints([nodes] * batch),
-            status=ints([0] * batch),
+            status=ints([0] * num_slots),
         )
+        self.path, self.accepted = ints([list(range(ACCEPTED))] * batch), ints([min(nodes, ACCEPTED)] * batch)
 
     def __call__(self) -> Tensor:
-        return self.target.logits(self.target.forward(self.tokens, self.positions, self.rows).hidden)
+        hidden = self.target.forward(self.tokens, self.positions, self.rows).hidden
+        if self.target.states is not None:
+            assert self.rows.status is not None
+            self.target.states.move(self.path, self.accepted, slots=self.rows.slots, status=self.rows.status)
+        return self.target.logits(hidden)
 
 
 class Linears:
@@ -122,13 +136,17 @@ def measure_forward(
         page_size=PAGE_SIZE,
         dtype=dtype,
         device=device,
+        num_slots=max(batch for batch, _ in sizes),
+        max_nodes=max(nodes for _, nodes in sizes),
+        accept_width=ACCEPTED,
     )
     target = CausalLM(model, options)
     results = []
     for batch, nodes in sizes:
         whole = Pass(target, batch, nodes, prefix, device)
-        gemms = times_of(replay_seconds([Linears(target, batch * nodes)])).median * 1e3
-        forward = times_of(replay_seconds([whole])).median * 1e3
+        times = {"forward_ms": times_of(replay_seconds([whole])).median * 1e3}
+        if target.states is None:
+            times["gemm_ms"] = times_of(replay_seconds([Linears(target, batch * nodes)])).median * 1e3
         kinds = {kind: us * 1e-3 for kind, us in kinds_of(whole).items()} if kernels else {}
-        results.append({"batch": batch, "nodes": nodes, "gemm_ms": gemms, "forward_ms": forward, **kinds})
+        results.append({"batch": batch, "nodes": nodes, **times, **kinds})
     return results

@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
@@ -39,6 +39,7 @@ from specdec_kernels.models.heads.eagle3 import Eagle3Head
 from specdec_kernels.models.heads.mtp import MtpHead, config_of_layers
 from specdec_kernels.models.layers.moe import QuantizedExperts
 from specdec_kernels.models.layers.quantized import QuantizedLinear
+from specdec_kernels.models.state_cache import StateSpec, bytes_of
 from specdec_kernels.models.weights.model_config import NUM_EXPERTS
 from specdec_kernels.models.weights.mtp_layouts import NEXTN
 from specdec_kernels.status import FinishReason
@@ -51,9 +52,11 @@ from ..ops.ceilings import Ceilings
 from ..ops.harness import Result
 from ..ops.stored_weights import store_layers
 from ..ops.timing import times_of
+from .kernels import RoundProfile, profile_rounds
 
 NAME = "round"
 WARM_UP_TOKENS = 12
+PROFILED_TOKENS = 24
 REQUESTS = 8  # requests of a measurement at least, if their accept lengths differ
 PAGE_SIZE = 16
 HEADS: dict[Any, Callable[..., nn.Module]] = {Eagle3: synthetic_eagle3, MTP: synthetic_mtp_head}
@@ -83,7 +86,9 @@ ALGORITHMS = {
     "none": Drafting("none", None),
     "chain": Drafting("chain", Eagle3, 5, 1, 6),
     "tree": Drafting("tree", Eagle3, 5, 10, 32),
-    "mtp": Drafting("mtp", MTP, 3, 1, 4),
+    "mtp_chain": Drafting("mtp_chain", MTP, 3, 1, 4),
+    "mtp_tree": Drafting("mtp_tree", MTP, 4, 4, 16),
+    "mtp_adaptive": Drafting("mtp_adaptive", MTP, 4, 4, 16, adaptive=True),
     "standalone": Drafting("standalone", Standalone, 5, 1, 6),
     # The engine's defaults.
     "adaptive": Drafting("adaptive", Eagle3, Eagle3.num_steps, Eagle3.topk, DEFAULT_NUM_NODES, adaptive=True),
@@ -91,7 +96,7 @@ ALGORITHMS = {
 
 
 def drafting_of(algorithm: str) -> Drafting:
-    """Return one of `ALGORITHMS`, or a chain or tree with a number of nodes, `chain4` or `tree8`."""
+    """Return one of `ALGORITHMS`, or a chain or tree with a number of nodes, `chain4`, `tree8` or `mtp_tree8`."""
     if algorithm in ALGORITHMS:
         return ALGORITHMS[algorithm]
     name = algorithm.rstrip("0123456789")
@@ -139,6 +144,7 @@ class Setup:
     weights: str | None = None  # how the target's layers are stored, one of `STORED`; None: in dtype
     implementation: str = "native"  # backend of the target
     cuda_graph: bool = True
+    profile: bool = False  # also time the kernels of a round by name
 
     def __post_init__(self) -> None:
         if self.weights == "int4" and hasattr(shape_config(self.shape), "num_experts"):
@@ -328,9 +334,12 @@ class Bench:
             return Result(**shape, skipped=few)
         shares = {nodes: count / stats.rounds for nodes, count in stats.rounds_by_nodes.items() if count}
         accept_length = sum(tokens) / (len(tokens) * batch)
-        bytes_moved, flops, floor = self.floor(batch, accept_length, shares, ceilings)
+        moved = self.moved(batch, accept_length, shares, ceilings)
         facts = {
             "accept_length": accept_length,
+            "weight_bytes": moved.weights,
+            "kv_bytes": moved.kv,
+            **({} if not moved.states else {"state_bytes": moved.states, "scratch_share": self.scratch_share}),
             **(accept_spread([length for clock in clocks for length in clock.accept_lengths()]) if drafts else {}),
             "tokens_per_second": sum(tokens) / sum(seconds),
             **{name: median([run[name] for run in map(RoundClock.run, clocks)]) for name in clocks[0].run()},
@@ -349,12 +358,19 @@ class Bench:
         return Result(
             **shape,
             time=times_of(seconds),
-            bytes_moved=bytes_moved,
-            flops=flops,
-            floor=floor,
+            bytes_moved=round(moved.nbytes),
+            flops=round(moved.flops),
+            floor=moved.seconds,
             cold=setup.device.type == "cuda",
             facts={name: round(value, 4) for name, value in facts.items()} | {"nodes": nodes_text(shares)},
+            profile=self.profile(batch),
         )
+
+    def profile(self, batch: int) -> RoundProfile | None:
+        """Return the kernels of the most common round of a batch, if the setup asks for them."""
+        if not self.setup.profile:
+            return None
+        return profile_rounds(lambda: self.generate(batch, 0, min(PROFILED_TOKENS, self.setup.output), None))
 
     def generate(self, batch: int, wave: int, output: int, on_tokens: Any) -> str | None:
         """Continue a batch of pieces of the text; return what is wrong with the result, None for nothing.
@@ -377,34 +393,28 @@ class Bench:
                 return f"request {result.index} differs from the synthetic text at token {first}"
         return None
 
-    def floor(
-        self, batch: int, accept_length: float, shares: dict[float, float], ceilings: Ceilings
-    ) -> tuple[int, int, float]:
-        """Return `floor_of` as a mean over rounds, by their numbers of nodes."""
-        floors = [
-            [share * value for value in self.floor_of(batch, accept_length, n, ceilings)] for n, share in shares.items()
-        ]
-        bytes_moved, flops, seconds = map(sum, zip(*floors, strict=True))
-        return round(bytes_moved), round(flops), seconds
+    def moved(self, batch: int, accept_length: float, shares: dict[float, float], ceilings: Ceilings) -> Moved:
+        """Return what rounds must move and multiply, as a mean over rounds by their numbers of nodes."""
+        total = Moved()
+        for num_nodes, share in shares.items():
+            for each in self.passes(batch, accept_length, num_nodes):
+                total += each.moved(ceilings).scaled(share)
+        return total
 
-    def floor_of(
-        self, batch: int, accept_length: float, num_nodes: float, ceilings: Ceilings
-    ) -> tuple[int, int, float]:
-        """Return bytes and flops of a round's forward passes, and their least seconds, pass by pass.
+    def passes(self, batch: int, accept_length: float, num_nodes: float) -> list[Pass]:
+        """Return the forward passes of a round.
 
-        A pass reads its weights once, and the target's pass all KV rows and recurrent states. Activations and logits
-        are not counted, and the target's head counts only for nodes that verification visits.
+        A pass reads its weights once, and all KV rows. The target's pass reads and writes the recurrent states, too.
+        Activations and logits are not counted, and the target's head counts only for nodes that verification visits.
         """
         setup, d = self.setup, self.setup.drafting
-        config = self.target.config
-        rows = setup.input + setup.output // 2
-        family = family_of(config)
-        kv = kv_numbers(config, family.num_kv_layers) * setup.dtype.itemsize * rows * batch
-        kv += 2 * sum(spec.nbytes for spec in family.state_specs(setup.dtype)) * batch  # states are read and written
+        rows = batch * (setup.input + setup.output // 2)
+        states = 2 * batch * sum(spec.nbytes for spec in self.state_specs)
         target_head = weights(self.target.get_output_embeddings())
         visited = math.ceil(batch * min(num_nodes, accept_length))
         num_rows = round(batch * num_nodes)
-        passes = [(weights(self.target, num_rows) - target_head, num_rows, kv), (target_head, visited, 0)]
+        kv = rows * self.kv_row_bytes(self.target)
+        passes = [Pass(weights(self.target, num_rows) - target_head, num_rows, kv, states), Pass(target_head, visited)]
         if self.draft is not None and num_nodes > 1:
             needs = Needs(num_nodes=d.num_nodes, accept_width=d.num_steps + 1, num_steps=d.num_steps)
             num_steps = min(d.num_steps, most_nodes(batch, num_rows, needs) - 1)
@@ -412,15 +422,48 @@ class Bench:
             head = weights(own.lm_head)
             body = weights(self.draft, batch * d.topk) - head
             fc = weights(self.draft.fc) if isinstance(self.draft, Eagle3Head) else Weights()  # of committed rows alone
-            steps = [(body - fc, batch * d.topk, 0), (head, batch * d.topk, 0)] * max(num_steps - 1, 0)
-            passes += [*steps, (body, batch * (num_steps + 1), 0), (head, batch, 0)]
-        bytes_moved = [read.nbytes + extra for read, _, extra in passes]
-        flops = [2 * read.elements * m for read, m, _ in passes]
-        floor = sum(
-            max(b / ceilings.bytes_per_second, f / ceilings.flops_per_second)
-            for b, f in zip(bytes_moved, flops, strict=True)
-        )
-        return sum(bytes_moved), sum(flops), floor
+            kv = rows * self.kv_row_bytes(self.draft)
+            step = [Pass(body - fc, batch * d.topk, kv), Pass(head, batch * d.topk)]
+            passes += [*step * max(num_steps - 1, 0), Pass(body, batch * (num_steps + 1), kv), Pass(head, batch)]
+        return passes
+
+    def kv_row_bytes(self, model: Any) -> int:
+        """Return the bytes of a token's KV in all layers of a model."""
+        return kv_numbers(model.config, family_of(model.config).num_kv_layers) * self.setup.dtype.itemsize
+
+    @property
+    def state_specs(self) -> list[StateSpec]:
+        """What each recurrent layer of the target keeps of a request."""
+        return family_of(self.target.config).state_specs(self.setup.dtype)
+
+    @property
+    def scratch_share(self) -> float:
+        """What recurrent layers keep beside a request's states, as a share of a copy of the states for each node."""
+        specs, num_nodes = self.state_specs, self.setup.drafting.num_nodes
+        states = sum(spec.nbytes for spec in specs)
+        return (sum(bytes_of(spec, 1, num_nodes) for spec in specs) - states) / (num_nodes * states)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that passes read and write at least, their flops, and the least seconds that these take."""
+
+    weights: float = 0
+    kv: float = 0
+    states: float = 0
+    flops: float = 0
+    seconds: float = 0
+
+    @property
+    def nbytes(self) -> float:
+        return self.weights + self.kv + self.states
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def scaled(self, share: float) -> Moved:
+        """Return all values multiplied by `share`."""
+        return Moved(*(share * value for value in astuple(self)))
 
 
 @contextmanager
@@ -468,6 +511,23 @@ class Weights:
         return Weights(self.elements - other.elements, self.nbytes - other.nbytes)
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass: the weights that it reads, its rows, and the bytes of KV and states that it moves."""
+
+    read: Weights
+    num_rows: int
+    kv: int = 0
+    states: int = 0
+
+    def moved(self, ceilings: Ceilings) -> Moved:
+        """Return what the pass moves, and its time if it were limited by memory or by arithmetic alone."""
+        flops = 2 * self.read.elements * self.num_rows
+        nbytes = self.read.nbytes + self.kv + self.states
+        seconds = max(nbytes / ceilings.bytes_per_second, flops / ceilings.flops_per_second)
+        return Moved(self.read.nbytes, self.kv, self.states, flops, seconds)
+
+
 def weights(module: nn.Module, num_rows: int | None = None) -> Weights:
     """Return the weights of all linear layers and norms, without embeddings, whose reads are negligible.
 
@@ -483,7 +543,8 @@ def weights(module: nn.Module, num_rows: int | None = None) -> Weights:
         if not isinstance(part, nn.Embedding):
             for p in part.parameters(recurse=False):
                 mine = Weights(p.numel(), p.nbytes)
-                total += selected(module, mine, num_rows) if p.ndim == 3 else mine
+                is_experts = p.ndim == 3 and not isinstance(part, nn.Conv1d)
+                total += selected(module, mine, num_rows) if is_experts else mine
     return total
 
 
@@ -508,7 +569,7 @@ def memory_needed(setup: Setup, max_batch: int) -> int:
         models.append(meta_draft(setup.drafting.kind, setup.shape))
     rows = setup.num_pages(max_batch) * PAGE_SIZE
     kv_width = sum(kv_numbers(m.config, family_of(m.config).num_kv_layers) for m in models)
-    states = max_batch * sum(spec.nbytes for spec in family_of(config).state_specs(setup.dtype))
+    states = sum(bytes_of(s, max_batch, setup.drafting.num_nodes) for s in family_of(config).state_specs(setup.dtype))
     # A head shares the target's embeddings.
     shared = [0, *(m.embed_tokens.weight.numel() for m in models[1:] if isinstance(m, Eagle3Head))]
     elements = sum(p.numel() for m in models for p in m.parameters()) - sum(shared) + rows * kv_width

@@ -116,6 +116,7 @@ class Result:
     between: Times | None = None  # between the other kernels of a decoder layer (between.py)
     between_baselines: Mapping[str, Times] = field(default_factory=dict)
     facts: Mapping[str, float | str] = field(default_factory=dict)  # further measurements, of `round` for example
+    profile: Any = None  # the kernels of a `round`, a dataclass
 
     @property
     def of_floor(self) -> float | None:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def line(r: Result) -> dict[str, Any]:
         "baselines": {name: micro(times.median) for name, times in r.baselines.items()},
         **(between if any(between.values()) else {}),
         **({"facts": dict(r.facts)} if r.facts else {}),
+        **({"profile": asdict(r.profile)} if r.profile is not None else {}),
     }
 
 

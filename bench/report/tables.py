@@ -22,6 +22,9 @@ ROUND_LEAST = [
     "rounds by nodes", "first token ms", "emit us", "wait us", "run tokens/s", "host us", "idle", "floor ms", "gpu ms",
     "p10 to p90", "p90 ms", "of floor",
 ]  # fmt: skip
+MOVED_COLUMNS = ["algorithm", "batch", "weights GB", "KV GB", "states GB", "time / floor", "scratch / copies of states"]
+KERNEL_COLUMNS = ["kernel", "launches", "us", "share"]
+MOST_KERNELS, NAME_WIDTH = 16, 110  # of a round, that are shown
 ENGINE_COLUMNS = ["engine", "algorithm", "batch", "tokens/s", "accept length", "start s"]
 SERVER_COLUMNS = [
     "server", "algorithm", "clients", "prompts", "tokens/s", "reference", "share", "first token ms", "reference ms",
@@ -136,6 +139,42 @@ def round_row(line: Line) -> list[str]:
         *(f"{facts[name]:.0f}" if name in facts else "" for name in ("run_tokens_per_second", "first_token_ms")),
         facts.get("nodes", ""),
     ]
+
+
+def moved_row(line: Line) -> list[str]:
+    """Return the cells of a result of `round` under MOVED_COLUMNS."""
+    facts = line["facts"]
+    return [
+        steps_text(line["params"]),
+        str(line["params"]["batch"]),
+        *(f"{facts.get(name, 0) / 1e9:.3f}" for name in ("weight_bytes", "kv_bytes", "state_bytes")),
+        f"{1 / line['of_floor']:.2f}",
+        f"{facts['scratch_share']:.1%}" if "scratch_share" in facts else "",
+    ]
+
+
+def kernel_rows(line: Line) -> list[list[str]]:
+    """Return the cells of the longest kernels of a result of `round` under KERNEL_COLUMNS."""
+    profile = line["profile"]
+    return [
+        [
+            kernel["name"][:NAME_WIDTH],
+            f"{kernel['launches']:.4g}",
+            f"{kernel['microseconds']:.1f}",
+            f"{kernel['microseconds'] / profile['microseconds']:.1%}",
+        ]
+        for kernel in profile["kernels"][:MOST_KERNELS]
+    ]
+
+
+def kernels_head(line: Line) -> str:
+    """Return what a result of `round` says about its kernels as a whole."""
+    profile = line["profile"]
+    count = sum(kernel["launches"] for kernel in profile["kernels"])
+    return (
+        f"{steps_text(line['params'])}, batch {line['params']['batch']}: {count:.0f} kernels in "
+        f"{profile['microseconds']:.0f} us, {profile['idle']:.0f} us of them idle, mean of {profile['launches']} rounds"
+    )
 
 
 def engine_row(line: Line) -> list[str]:

@@ -101,13 +101,34 @@ def test_shapes_are_configs_of_their_own(shape: str) -> None:
     assert draft_vocab_of(config) < config.vocab_size
 
 
-def test_rounds_of_a_shape_with_fewer_layers_draft_with_an_mtp_layer(tmp_path: Path) -> None:
+def test_rounds_of_a_hybrid_with_fewer_layers_draft_with_an_mtp_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = tmp_path / "round.json"
-    command = ["bench", "round", "--device", "cpu", "--shape", "tiny", "--layers", "2", "--batch", "2", "--quick"]
-    assert main([*command, "--algorithm", "mtp", "--accept", "3", "--output", "60", "--json", str(record)]) == 0
+    command = [
+        "bench",
+        "round",
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny-hybrid",
+        "--layers",
+        "4",
+        "--batch",
+        "2",
+        "--quick",
+    ]
+    assert main([*command, "--algorithm", "mtp_chain", "--accept", "3", "--output", "60", "--json", str(record)]) == 0
     [result] = json.loads(record.read_text())["results"]
-    assert (result["params"]["shape"], result["params"]["num_steps"]) == ("tiny:2", 3)
-    assert result["facts"]["accept_length"] == pytest.approx(3, abs=0.1)
+    facts = result["facts"]
+    assert (result["params"]["shape"], result["params"]["num_steps"]) == ("tiny-hybrid:4", 3)
+    assert facts["accept_length"] == pytest.approx(3, abs=0.1)
+    # Three layers read and write 4 matrices of 32 x 32 and 3 inputs of 256 channels; records are of two rounds.
+    state, scratch = 4 * (4 * 32 * 32 + 3 * 256), 2 * 4 * (4 * (2 * 32 + 4 * 32 + 4) + 4 * 256)
+    assert facts["state_bytes"] == 3 * 2 * 2 * state
+    assert facts["scratch_share"] == pytest.approx(scratch / (4 * state), abs=1e-4)
+    assert facts["weight_bytes"] + facts["kv_bytes"] + facts["state_bytes"] == result["bytes"]
+    assert "scratch / copies of states" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("shape", "kv_layers", "mib"), [("qwen3.5-27b", 16, 147), ("qwen3-next-80b-a3b:12", 3, 18)])

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-SHAPES = ("qwen3-8b", "qwen3-30b-a3b", "qwen3.5-27b", "qwen3-next-80b-a3b", "llama-3.1-8b", "qwen3-0.6b", "tiny")
+SHAPES = (
+    "qwen3-8b",
+    "qwen3-30b-a3b",
+    "qwen3.5-27b",
+    "qwen3-next-80b-a3b",
+    "llama-3.1-8b",
+    "qwen3-0.6b",
+    "tiny",
+    "tiny-hybrid",
+)
 DOMAINS = ("chat", "code", "math")
 DRAFTERS = ("eagle3", "dflash", "dspark")

@@ -124,6 +124,25 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    "tiny-hybrid": (
+        "qwen3_5_text",
+        {
+            "vocab_size": 2048,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+    ),
     "tiny": (
         Qwen3Config,
         {

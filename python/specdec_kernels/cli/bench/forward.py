@@ -26,6 +26,7 @@ def add_command(bench: CommandParser) -> None:
         "round.",
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="shape of the target (qwen3-8b)")
+    parser.add_argument("--layers", type=at_least(1), metavar="N", help="layers of the target (the shape's)")
     parser.add_argument("--weights", choices=WORDS["weights"], help="how the layers are stored (default: in 16 bits)")
     parser.add_argument(
         "--rows", type=sizes, default=sizes(ROWS), metavar="BxN", help=f"requests x nodes, comma-separated ({ROWS})"
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     if (code := refuse_files(args, COMMAND)) is not None:
         return code
     measure = load("engine.forward").measure_forward
-    results = measure(args.shape, args.weights, args.rows, args.prefix, args.kernels)
+    shape = args.shape if args.layers is None else f"{args.shape}:{args.layers}"
+    results = measure(shape, args.weights, args.rows, args.prefix, args.kernels)
     columns = list(dict.fromkeys(name for result in results for name in result))
     whole = ("batch", "nodes")
     print_table(columns, [[str(r[c]) if c in whole else f"{r.get(c, 0):.3f}" for c in columns] for r in results])

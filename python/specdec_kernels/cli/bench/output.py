@@ -188,6 +188,12 @@ def show_rounds(tables: Any, lines: Sequence[dict[str, Any]], run: dict[str, Any
     """Print the results of `round`."""
     print(tables.round_head(lines))
     print_table(tables.ROUND_COLUMNS, [tables.round_row(line) for line in lines], least=tables.ROUND_LEAST)
+    if timed := [line for line in lines if line.get("of_floor")]:
+        print_table(tables.MOVED_COLUMNS, [tables.moved_row(line) for line in timed])
+    for line in lines:
+        if "profile" in line:
+            print(tables.kernels_head(line))
+            print_table(tables.KERNEL_COLUMNS, tables.kernel_rows(line))
 
 
 def show_calls(tables: Any, lines: Sequence[dict[str, Any]], run: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from .ops import WORDS
 from .output import NO_CUDA, add_run_flags, find_device, finish, load, refuse, refuse_files
 
 COMMAND = "bench round"
-SETTINGS = ("none", "chain", "tree", "mtp", "standalone", "adaptive")
+SETTINGS = ("none", "chain", "tree", "mtp_chain", "mtp_tree", "standalone", "adaptive", "mtp_adaptive")
 WRONG = "wrong"
 
 EPILOG = """\
@@ -32,9 +32,11 @@ them take part are timed, and so is the run, from arrival to the end of the last
 algorithms:
   none         plain decoding
   chain, tree  an EAGLE-3 head, 5 steps; topk 1 and 6 tokens, or topk 10 and 32 tokens; chain4, tree8: 4 and 8 tokens
-  mtp          an MTP layer with an LM head of its own, 3 steps and 4 tokens
+  mtp_chain, mtp_tree
+               an MTP layer with an LM head of its own: 3 steps and 4 tokens, or 4 steps, topk 4 and 16 tokens
   standalone   a chain of a small model
-  adaptive     the engine's default: the number of tokens is chosen in each round
+  adaptive, mtp_adaptive
+               the number of tokens is chosen in each round: the engine's default for an EAGLE-3 head, and mtp_tree's
   module:Class a draft of your own, with the options that the flags give: made from --speculative-draft-model-path if
                that is given, else from the synthetic EAGLE-3 head or small model if it inherits from Eagle3 or
                Standalone, else from its options alone. Without a synthetic model its acceptance is what it reaches on
@@ -47,6 +49,12 @@ columns:
   nodes         shares of rounds by tree size, which adaptive chooses
   run           tokens per second of the whole run, prefill included
   first token   when half of the requests had their first token
+
+columns of the second table:
+  GB            that a round must move at least: weights (of experts, those that its rows select), KV rows read,
+                recurrent states read and written
+  time / floor  of rounds; the floor is the time of these bytes, or of the products if that is longer
+  scratch       what recurrent layers keep beside the states, as a share of a copy of the states for each node
 """
 
 
@@ -65,8 +73,8 @@ def add_command(bench: CommandParser) -> None:
         "--algorithm",
         type=settings_or_classes,
         metavar="NAME",
-        help="how to draft, comma-separated: none, chain, tree, mtp, standalone, adaptive, or a class of your own as "
-        "module:Class (none,chain,tree)",
+        help=f"how to draft, comma-separated: {', '.join(SETTINGS)}, or a class of your own as module:Class "
+        "(none,chain,tree)",
     )
     parser.add_argument(
         "--speculative-algorithm",
@@ -113,6 +121,7 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument(
         "--disable-cuda-graph", action="store_true", help="launch rounds kernel by kernel, for drafts on the host"
     )
+    parser.add_argument("--profile", action="store_true", help="also time the kernels of a captured round, by name")
     add_tuning(parser)
     parser.set_defaults(run=run)
 
@@ -121,7 +130,7 @@ def settings(text: str) -> list[str]:
     """Parse names of SETTINGS, and chains or trees with a number of tokens."""
     values = text.split(",")
     for value in values:
-        if value not in SETTINGS and not re.fullmatch(r"(chain|tree)[1-9]\d*", value):
+        if value not in SETTINGS and not re.fullmatch(r"(mtp_)?(chain|tree)[1-9]\d*", value):
             known = ", ".join(SETTINGS)
             raise argparse.ArgumentTypeError(f"{value!r} is not one of {known}, nor chain or tree with a number")
     return values
@@ -146,6 +155,8 @@ def run(args: argparse.Namespace) -> int:
     device = find_device(args.device)
     if device is None:
         return refuse(NO_CUDA, COMMAND)
+    if args.profile and (device.type != "cuda" or args.disable_cuda_graph):
+        return refuse("--profile is set, expected only with rounds captured on a GPU", COMMAND)
     try:
         if args.tuning:
             from ...engine.tuning import read_tuning
@@ -188,7 +199,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
 
     rounds = load("engine.round")
     shape = args.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
-    small = shape == "tiny"
+    small = shape.startswith("tiny")
     shape = shape if args.layers is None else f"{shape}:{args.layers}"
     input, output = (args.input or (32 if small else 321)), (args.output or (32 if small else 215))
     if args.accept is not None:
@@ -238,6 +249,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
             weights=args.weights,
             implementation=args.implementation,
             cuda_graph=not args.disable_cuda_graph,
+            profile=args.profile,
         )
         setups.append(setup)
     return setups

@@ -1,0 +1,57 @@
+"""`bench round --profile`: kernels of the round that takes most of a trace, and passes of hybrids that are timed alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_kernels.cli import main
+from specdec_kernels.models.backends.native import CausalLM
+from specdec_kernels.models.options import ModelOptions
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
+from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
+
+kernels = pytest.importorskip("specdec_kernels.bench.engine.kernels", reason="bench/ is not beside the package here")
+
+
+def event(correlation: int, start: float, duration: float, name: str, category: str = "kernel") -> dict[str, Any]:
+    return {"cat": category, "name": name, "ts": start, "dur": duration, "args": {"correlation": correlation}}
+
+
+def test_kernels_are_those_of_the_graph_that_takes_longest() -> None:
+    def launch(correlation: int, start: float, count: int) -> list[dict[str, Any]]:
+        one = [
+            event(correlation, start + 3 * i, 2, "void (anonymous namespace)::a<f<int>(1)>(int)") for i in range(count)
+        ]
+        return [*one, event(correlation, start + 1, 4, "Memcpy DtoD", "gpu_memcpy")]
+
+    others = [{"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 9, "args": {"correlation": 1}}]
+    others += [event(900 + i, 1000 + i, 500, "b") for i in range(9)]  # no graph
+    trace = [*launch(1, 0, 10), *launch(2, 100, 8), *launch(3, 200, 10), *others, {"ph": "M"}]
+    found = kernels.profile_of(trace)
+    assert (found.launches, found.microseconds, found.idle) == (2, 29, 8)
+    assert found.kernels == [kernels.KernelTime("a<f<int>(1)>", 10, 20), kernels.KernelTime("Memcpy DtoD", 1, 4)]
+    assert kernels.profile_of(others) is None
+
+
+def test_profile_is_refused_where_no_graph_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "round", "--device", "cpu", "--profile"]) == 2
+    assert "--profile is set, expected only with rounds captured on a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (2, 16)])
+def test_passes_of_a_hybrid_can_be_repeated(batch: int, nodes: int) -> None:
+    forward = pytest.importorskip("specdec_kernels.bench.engine.forward")
+    config, cpu = shape_config("tiny-hybrid", 4), torch.device("cpu")
+    text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
+    model = synthetic_causal_lm(config, text, device=cpu, dtype=torch.float32)
+    sizes = {"num_slots": 2, "max_nodes": 16, "accept_width": forward.ACCEPTED}
+    options = ModelOptions(max_len=64, num_pages=8, page_size=16, dtype=torch.float32, device=cpu, **sizes)
+    target = CausalLM(model, options)
+    whole = forward.Pass(target, batch, nodes, 20, cpu)
+    with torch.inference_mode():
+        assert all(whole().isfinite().all() for _ in range(3))
+    assert target.states is not None
+    assert target.states.paths.num_nodes.tolist() == [min(nodes, 4)] * batch + [0] * (2 - batch)
