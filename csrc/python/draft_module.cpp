@@ -2,6 +2,7 @@
 #include "draft/append_draft_backlog.h"
 #include "draft/draft_extend_inputs.h"
 #include "draft/expand_tree.h"
+#include "draft/expand_trellis.h"
 #include "draft/sample_draft.h"
 #include "draft/select_topk.h"
 #include "draft/update_calibration.h"
@@ -26,6 +27,11 @@ void add_draft(py::module_& m) {
                        "stream topk_ids topk_logprobs step cand_tokens cand_parents cand_scores frontier mask seq_lens "
                        "slots position_offset calibration out_tokens out_parent_rows out_positions",
                        "run a later draft step: append children, keep the best k as the frontier");
+  def_op<&expand_trellis>(
+      m, "expand_trellis",
+      "stream topk_ids topk_logprobs num_candidates predecessors successors gates root_tokens id_map calibration width "
+      "out_tokens out_parents out_scores",
+      "find the best nodes of the trellis that a block drafter yields");
   def_op<&update_calibration>(m, "update_calibration",
                               "stream table counts tokens parents positions num_nodes scores emitted num_valid",
                               "update the calibration of draft scores from which nodes were accepted");

@@ -63,6 +63,22 @@ def expand_tree(
     out_parent_rows: Tensor,
     out_positions: Tensor,
 ) -> None: ...
+def expand_trellis(
+    stream: int | None,
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    num_candidates: int,
+    predecessors: Tensor | None,
+    successors: Tensor | None,
+    gates: Tensor | None,
+    root_tokens: Tensor | None,
+    id_map: Tensor | None,
+    calibration: Tensor | None,
+    width: int,
+    out_tokens: Tensor,
+    out_parents: Tensor,
+    out_scores: Tensor,
+) -> None: ...
 def update_calibration(
     stream: int | None,
     table: Tensor,

@@ -78,6 +78,17 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
         "sample_draft": lambda: [((floats(2, 20), 4), noise)],
         "expand_root": lambda: [((ints(2, 2), -floats(2, 2).abs(), lens, 3), {"slots": slots, "position_offset": 1})],
         "expand_tree": lambda: [((ints(2, 2, 2), -floats(2, 2, 2).abs(), 2, candidates, frontier, lens), {})],
+        "expand_trellis": lambda: [
+            ((ints(2, 3, 4), -floats(2, 3, 4).abs(), 6), {"id_map": ints(9)}),
+            (
+                (ints(2, 3, 4), -floats(2, 3, 4).abs(), 5),
+                {"predecessors": floats(9, 8), "successors": floats(9, 8), "root_tokens": ints(2)},
+            ),
+            (
+                (ints(2, 3, 4), -floats(2, 3, 4).abs(), 5),
+                {"predecessors": floats(2, 3, 4, 8), "successors": floats(9, 8)},
+            ),
+        ],
         "update_calibration": lambda: [((sd.make_calibration(2, like=temperature), tree, -depths, accepted), {})],
         "draft_extend_inputs": lambda: [
             ((accepted.tokens, accepted.path, accepted.num_valid, lens, 4), options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import specdec_kernels as sd
@@ -133,6 +135,42 @@ def expand_tree(device: torch.device, p: Params) -> Work:
     return Work(call, check, moved, restore=restore)
 
 
+def expand_trellis(device: torch.device, p: Params) -> Work:
+    """Expand the candidates of a block drafter; `rank` 0: without transitions."""
+    batch, depth, k, count, rank, vocab = p["batch"], p["depth"], p["k"], p["candidates"], p["rank"], 151936
+    ids = torch.rand(batch * depth, vocab, device=device).topk(k).indices.view(batch, depth, k).to(torch.int32)
+    logits = torch.randn(batch, depth, 4 * k, device=device).sort(-1, descending=True).values
+    logprobs = (2 * logits).log_softmax(-1)[..., :k].contiguous()
+    tables: dict[str, Any] = {}
+    if rank:
+        tables = {
+            "predecessors": (rank**-0.25 * torch.randn(vocab, rank, device=device)).bfloat16(),
+            "successors": (rank**-0.25 * torch.randn(vocab, rank, device=device)).bfloat16(),
+            "root_tokens": torch.randint(0, vocab, (batch,), dtype=torch.int32, device=device),
+        }
+    shape = batch, count
+    out = sd.Candidates(
+        poisoned(*shape, dtype=torch.int32, device=device),
+        poisoned(*shape, dtype=torch.int32, device=device),
+        poisoned(*shape, dtype=torch.float32, device=device),
+    )
+
+    def check() -> None:  # sums of another order may swap nodes of nearly equal scores: compare scores only
+        few = slice(0, 2)
+        there = {name: each[few] if name == "root_tokens" else each for name, each in tables.items()}
+        there = {name: each.cpu() for name, each in there.items()}
+        want = reference.expand_trellis(ids[few].cpu(), logprobs[few].cpu(), count, **there)
+        expect_close("scores", out.scores[few], want.scores, atol=1e-4)
+
+    rows = 2 * batch * depth * k * rank * 2  # of both tables
+    return Work(
+        call=lambda: sd.expand_trellis(ids, logprobs, count, **tables, out=out),
+        check=check,
+        bytes_moved=bytes_of(ids, logprobs, *out) + rows,
+        just_written=[ids, logprobs],
+    )
+
+
 def draft_extend_inputs(device: torch.device, p: Params) -> Work:
     batch, width, nodes = p["batch"], p["accept_width"], p["nodes"]
     tokens, path, num_valid, prefix_lens = (
@@ -240,6 +278,11 @@ CASES = [
     ),
     Case("expand_root", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_root),
     Case("expand_tree", grid={"batch": (1, 8, 64), "k": (1, 10), "num_steps": (5,)}, make=expand_tree),
+    Case(
+        "expand_trellis",
+        grid={"batch": (1, 8, 64), "depth": (7,), "k": (16,), "candidates": (32,), "rank": (0, 256)},
+        make=expand_trellis,
+    ),
     Case("update_calibration", grid={"batch": (1, 8, 64), "nodes": (32,)}, make=update_calibration),
     Case("append_draft_backlog", grid={"batch": (1, 8, 64, 256), "width": (12288,)}, make=append_draft_backlog),
     Case(

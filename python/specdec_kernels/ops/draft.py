@@ -264,6 +264,76 @@ def expand_tree(
     return out
 
 
+def expand_trellis(
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    num_candidates: int,
+    *,
+    predecessors: Tensor | None = None,
+    successors: Tensor | None = None,
+    gates: Tensor | None = None,
+    root_tokens: Tensor | None = None,
+    id_map: Tensor | None = None,
+    calibration: Tensor | None = None,
+    width: int = 256,
+    out: Candidates | None = None,
+    stream: int | None = None,
+) -> Candidates:
+    """Find the best nodes of the trellis that a block drafter yields in one forward pass.
+
+    The trellis has K candidates at each of D positions; position d is depth d + 1 of the tree. A node is a path through
+    it. Its score is the sum of log p along the path, where
+
+        log p(c at d | b at d - 1) = U[d, c] + T[d, b, c] - log(sum over candidates of exp(U + T) + rest[d])
+
+    with the unary log-probabilities U, the transitions T[d, b, c] = sum over r of predecessors[b, r] * gates[d, r] *
+    successors[c, r], and rest[d], the probability of all tokens outside the candidates, which transitions do not move.
+    Without transitions log p is U: the nodes of a depth have the same children.
+
+    These are the N best of all nodes, found level by level. They are ordered by score; equal scores go to the lesser
+    depth, then to the better parent, then to the earlier candidate. So a parent comes before its children, and fewer
+    nodes are the first of more. Calibration applies to each log p before it is added.
+
+    Args:
+        topk_ids: [B, D, K] int32, from `select_topk` of the D positions; D is 1 to 16, K is 1 to 64.
+        topk_logprobs: [B, D, K] float32; NaN counts as -inf, above 0 as 0.
+        num_candidates: N, 1 to 256, without the root.
+        predecessors: [V, r] float32, float16 or bfloat16, factors of tokens as predecessors, r up to 4096; or [B, D, K,
+            r], those of the candidates of the position before each, gated already (for position 0 row 0 is the root's).
+            None: no transitions.
+        successors: [Vd, r], factors of draft ids as successors. The factor of an id without a row is zero.
+        gates: [B, D, r], for a table of predecessors; the product is rounded to their dtype. None: ones.
+        root_tokens: [B] int32, the predecessors of position 0, for a table of predecessors.
+        id_map: [Vd] int32, maps `topk_ids`, which are ids of a reduced draft vocabulary then, to the target's ids.
+        calibration: [C, 2] float32, C from 1 to 64: the table of a Calibration.
+        width: most nodes of a depth, 1 to 256; 1 gives the chain of the best successors.
+        out: preallocated result.
+        stream: CUDA stream; None: the current one.
+
+    Returns:
+        Candidates, best first. If there are fewer than N nodes, the others have token 0, parent -1, score -inf.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; a number out of range; one factor without the other.
+    """
+    op = "expand_trellis"
+    if out is None:
+        batch, _, _ = shape_of(op, "topk_ids", topk_ids, 3)
+        row = batch, num_candidates
+        out = Candidates(
+            tokens=empty(op, topk_ids, row, "int32"),
+            parents=empty(op, topk_ids, row, "int32"),
+            scores=empty(op, topk_ids, row, "float32"),
+        )
+    elif not isinstance(out, Candidates):
+        raise wrong_type(op, "out", out, Candidates)
+    _C.expand_trellis(
+        stream, topk_ids, topk_logprobs, num_candidates, predecessors, successors, gates, root_tokens, id_map,
+        calibration, width, *out,
+    )  # fmt: skip
+    return out
+
+
 class Calibration(NamedTuple):
     """Calibration of draft probabilities by depth: logit p' = slope * logit p + offset.
 

@@ -128,6 +128,89 @@ def logits_of(logprobs: Tensor) -> Tensor:
     return x - torch.log(-torch.expm1(x))
 
 
+def trellis_logprobs(
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    predecessors: Tensor | None = None,
+    successors: Tensor | None = None,
+    gates: Tensor | None = None,
+    root_tokens: Tensor | None = None,
+    id_map: Tensor | None = None,
+) -> Tensor:
+    """Return log p of each candidate after each of the position before, float64 [B, D, K, K]; row 0 is the root's."""
+    unary = topk_logprobs.double().nan_to_num(nan=-torch.inf, posinf=0, neginf=-torch.inf).clamp(max=0)
+    k = topk_ids.shape[-1]
+    if predecessors is None or successors is None:
+        return unary[:, :, None].expand(-1, -1, k, -1)
+    tokens = topk_ids if id_map is None else id_map[topk_ids]
+    if predecessors.dim() == 4:
+        factors = predecessors.clone()
+        factors[:, :1] = factors[:, :1, :1]
+    else:
+        assert root_tokens is not None
+        before = torch.cat([root_tokens[:, None, None].expand(-1, 1, k), tokens[:, :-1]], 1)
+        factors = rows_of(predecessors, before)
+        factors = factors if gates is None else factors * gates[:, :, None]
+    transitions = torch.einsum("bdpr,bdcr->bdpc", factors.double(), rows_of(successors, topk_ids).double())
+    rest = (1 - unary.exp().sum(-1)).clamp(min=0).log()
+    moved = unary[:, :, None] + transitions
+    total = torch.logaddexp(torch.logsumexp(moved, -1), rest[:, :, None])
+    return torch.where(moved > -torch.inf, moved - total[..., None], -torch.inf).clamp(max=0)
+
+
+def rows_of(table: Tensor, ids: Tensor) -> Tensor:
+    """Return the rows of a table; zeros where there is none."""
+    there = (ids >= 0) & (ids < len(table))
+    return torch.where(there[..., None], table[ids.long().clamp(0, len(table) - 1)], 0)
+
+
+def expand_trellis(
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    num_candidates: int,
+    predecessors: Tensor | None = None,
+    successors: Tensor | None = None,
+    gates: Tensor | None = None,
+    root_tokens: Tensor | None = None,
+    id_map: Tensor | None = None,
+    calibration: Tensor | None = None,
+    width: int = 256,
+) -> Candidates:
+    """Keep the best nodes of each depth, and sort what was kept."""
+    logprobs = trellis_logprobs(topk_ids, topk_logprobs, predecessors, successors, gates, root_tokens, id_map)
+    batch, depth, k = topk_ids.shape
+    shape = batch, num_candidates
+    out = Candidates(
+        torch.zeros(shape, dtype=torch.int32),
+        torch.full(shape, -1, dtype=torch.int32),
+        torch.full(shape, -torch.inf),
+    )
+    for b in range(batch):
+        kept: list[tuple[float, int, int, int]] = []  # score, place of the parent in `kept`, depth, candidate
+        beam = [(0.0, -1, 0, 0)]
+        begin = -1
+        for d in range(min(depth, num_candidates)):
+            of_depth = logprobs[b, d] if calibration is None else calibrated(calibration, d + 1, logprobs[b, d])
+            children = []
+            for rank, (score, _, _, last) in enumerate(beam):
+                row = of_depth[last].float()
+                for c in range(k):
+                    child = float(child_score(torch.tensor(score), row[c]))
+                    if child > -math.inf:
+                        children.append((child, begin + rank, d, c))
+            children.sort(key=lambda node: -node[0])  # stable
+            beam, begin = children[: min(num_candidates - d, width)], len(kept)
+            kept += beam
+        order = sorted(range(len(kept)), key=lambda i: -kept[i][0])[:num_candidates]  # stable
+        place = {node: i for i, node in enumerate(order)} | {-1: -1}
+        for i, node in enumerate(order):
+            score, parent, d, c = kept[node]
+            token = topk_ids[b, d, c]
+            out.tokens[b, i] = token if id_map is None else id_map[token]
+            out.parents[b, i], out.scores[b, i] = place[parent], score
+    return out
+
+
 def update_calibration(calibration: Calibration, tree: Tree, scores: Tensor, accepted: Accepted) -> None:
     """Count node by node; iterate the fit until it converges."""
     table, counts = calibration
