@@ -8,7 +8,9 @@ a short one. Small batches run several times, from different places of the text.
 N-gram drafts are found in the prompts, which quote what will be written: passages of 4 to 24 tokens, separated by
 1 to 4 other tokens. No piece of text that counts is written twice, so no engine finds there what it wrote before.
 
-An MTP layer is a part of the target's checkpoint; MTP_RATE of its drafts are accepted, whatever the text.
+An MTP layer is a part of the target's checkpoint, and its drafts have the acceptance of published MTP layers in the
+same domain. It shares the target's LM head, so a text that it drafts is as short as `mtp_text_length` says. Models of
+shapes that ship with an MTP layer always have one, so that all algorithms run on one checkpoint.
 
 Engines take minutes to start. With `together` 2, two of them start at the same time, each with room for the KV of the
 largest batch and little more, and are measured in turn once both have started.
@@ -38,7 +40,7 @@ import torch
 from specdec_kernels.models.weights.mtp_layouts import QWEN
 from specdec_kernels.synthetic.acceptance import PublishedAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
-from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
+from specdec_kernels.synthetic.mtp import mtp_text_length, save_with_mtp, synthetic_mtp
 from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
 from ..ops.harness import Result
@@ -51,7 +53,7 @@ REQUESTS = 4  # at each batch size, at least
 SPARE_TOKENS = 64  # tokens of max_len beyond a request's, which engines keep free
 PASSAGE, BETWEEN = (4, 24), (1, 4)  # tokens of a quoted passage, and of other tokens between two passages
 LEAD = 8  # tokens of the text right before what is written, at the end of a prompt with quotes
-MTP_RATE = 0.85  # accepted drafts of an MTP layer: of the second token, DeepSeek-V3's report has 0.85 to 0.9
+SHIP_WITH_MTP = {"qwen3_5_text", "qwen3_next"}  # types of models
 QUOTES = f"quotes of {PASSAGE[0]} to {PASSAGE[1]}"
 
 
@@ -99,7 +101,19 @@ class Comparison:
     @property
     def text(self) -> SyntheticText:
         config = shape_config(self.shape, self.layers)
-        return SyntheticText.of(config.vocab_size, draft_vocab_of(config))
+        length = mtp_text_length(config) if self.has(mtp=True) else draft_vocab_of(config)
+        return SyntheticText.of(config.vocab_size, length)
+
+    def has(self, *, mtp: bool) -> bool:
+        """Return whether there is an MTP layer, which some shapes ship with, or an EAGLE-3 head."""
+        if mtp and shape_config(self.shape).model_type in SHIP_WITH_MTP:
+            return True
+        drafting = [a for a in map(ALGORITHMS.__getitem__, self.algorithms) if a.num_steps and not a.ngram]
+        return any(a.mtp == mtp for a in drafting)
+
+    def acceptance_of(self, *, mtp: bool) -> PublishedAcceptance:
+        """Return the acceptance of an MTP layer's drafts, or of the EAGLE-3 head's."""
+        return PublishedAcceptance(self.acceptance, "mtp" if mtp else self.drafter)
 
     @property
     def dtype(self) -> str:
@@ -137,22 +151,27 @@ def groups_of(
 
 
 def write_checkpoints(c: Comparison) -> None:
-    """Write target and head to `out`, unless they are there with the same options."""
+    """Write target and drafts to `out`, unless they are there with the same options."""
     config = shape_config(c.shape, c.layers)
-    mtp = [f"mtp {MTP_RATE}"] if any(ALGORITHMS[name].mtp for name in c.algorithms) else []
-    options = [c.shape, config.num_hidden_layers, c.acceptance, c.drafter, c.dtype, "two texts", *mtp]
-    written = c.out / "synthetic.json"
-    if written.exists() and json.loads(written.read_text()) == options:
+    drafts = [c.acceptance_of(mtp=mtp).name for mtp in (False, True) if c.has(mtp=mtp)]
+    options: dict[str, Any] = {
+        "target": [c.shape, config.num_hidden_layers, c.dtype, len(c.text.order)],
+        "drafts": drafts,
+    }
+    file = c.out / "synthetic.json"
+    written = json.loads(file.read_text()) if file.exists() else {"target": None}
+    if written["target"] == options["target"] and set(drafts) <= set(written["drafts"]):
         return
     c.out.mkdir(parents=True, exist_ok=True)
     target = synthetic_causal_lm(config, c.text, device=c.device, dtype=getattr(torch, c.dtype))
     rmtree(c.out / "target", ignore_errors=True)  # its files may have other names
-    if mtp:
-        save_with_mtp(target, synthetic_mtp(target, c.text, MTP_RATE, QWEN), c.out / "target")
+    if c.has(mtp=True):
+        save_with_mtp(target, synthetic_mtp(target, c.text, c.acceptance_of(mtp=True), QWEN), c.out / "target")
     else:
         write_target(target, c.out / "target")
-    write_eagle3(synthetic_eagle3(target, c.text, PublishedAcceptance(c.acceptance, c.drafter)), c.out / "head")
-    written.write_text(json.dumps(options))
+    if c.has(mtp=False):
+        write_eagle3(synthetic_eagle3(target, c.text, c.acceptance_of(mtp=False)), c.out / "head")
+    file.write_text(json.dumps(options))
     del target
     if c.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -275,11 +294,7 @@ def run_engine(
         found = json.loads(target.read_text()) if target.exists() else {"batches": []}
     measured = {line["batch"]: line for line in found.pop("batches")}
     results = []
-    accept = PublishedAcceptance(c.acceptance, c.drafter).name
-    if ALGORITHMS[algorithm].ngram:
-        accept = QUOTES
-    elif ALGORITHMS[algorithm].mtp:
-        accept = f"{MTP_RATE} of an MTP layer's drafts"
+    accept = QUOTES if ALGORITHMS[algorithm].ngram else c.acceptance_of(mtp=ALGORITHMS[algorithm].mtp).name
     for batch, runs in zip(c.batches, batches, strict=True):
         params = {
             "engine": engine, "algorithm": algorithm, "batch": batch, **steps_of(algorithm), "shape": c.shape,

@@ -82,7 +82,7 @@ def test_is_installed_needs_engine_and_plugin(engine: str, tmp_path: Path, monke
 def test_can_run_gives_vllm_chains_only(engine: str) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
     runs = [name for name, algorithm in engines.ALGORITHMS.items() if engines.can_run(engine, algorithm)]
-    assert runs == ["plain", "chain", "adaptive_chain", "mtp", "ngram"]
+    assert runs == ["plain", "chain", "adaptive_chain", "mtp_chain", "ngram"]
 
 
 def test_vllm_runner_passes_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,9 @@ def test_vllm_runner_passes_options(monkeypatch: pytest.MonkeyPatch) -> None:
             job, engines.ALGORITHMS["adaptive_chain"]
         )
         assert started[-1]["speculative_config"] == eagle3 | {"enable_adaptive_verification": True}
-        importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(job, engines.ALGORITHMS["mtp"])
+        importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
+            job, engines.ALGORITHMS["mtp_chain"]
+        )
         assert started[-1]["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3} | backend
         importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
             job, engines.ALGORITHMS["ngram"]
@@ -161,7 +163,7 @@ def test_sglang_runner_passes_options(name: str, ngram: str, monkeypatch: pytest
     for algorithm, expected in (
         ("plain", {}),
         ("tree", {"algorithm": "EAGLE3", "draft_model_path": "head", "num_steps": 5, "eagle_topk": 10, "num_draft_tokens": 32}),
-        ("mtp", {"algorithm": "NEXTN", "draft_model_path": "target", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}),
+        ("mtp_chain", {"algorithm": "NEXTN", "draft_model_path": "target", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}),
         ("ngram", {"algorithm": ngram, "num_draft_tokens": 12}),
     ):  # fmt: skip
         importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
@@ -234,12 +236,20 @@ def test_bench_engines_drafts_ngrams_from_prompts_with_two_runs_together(
 
 def test_bench_engines_drafts_with_an_mtp_layer_in_the_target(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    options = ["--batch", "2", "--algorithm", "plain,mtp", "--engines", "ours"]
-    assert bench_engines(*options, "--output", "120", "--out", str(tmp_path), "--json", str(file)) == 0
-    plain, mtp = json.loads(file.read_text())["results"]
-    assert plain["error"] is None and mtp["error"] is None
-    assert mtp["params"]["accept"] == "0.85 of an MTP layer's drafts" and mtp["params"]["nodes"] == 4
-    assert mtp["facts"]["accept_length"] == pytest.approx(1 + 0.85 + 0.85**2 + 0.85**3, rel=0.1)
+    options = ["--shape", "tiny-hybrid", "--acceptance", "chat", "--out", str(tmp_path)]
+    run = ["--batch", "2", "--engines", "ours", "--algorithm", "mtp_chain", "--output", "120", "--json", str(file)]
+    assert bench_engines(*options, *run) == 0
+    [chain] = json.loads(file.read_text())["results"]
+    assert chain["error"] is None
+    assert chain["params"]["accept"] == "chat mtp" and chain["params"]["nodes"] == 4
+    assert chain["facts"]["accept_length"] == pytest.approx(1 + 0.763 * (1 + 0.817 * (1 + 0.737)), rel=0.15)
+    assert not (tmp_path / "head").exists()
+    # Plain decoding runs on the same checkpoint.
+    written = (tmp_path / "target/mtp.safetensors").stat().st_mtime_ns
+    engine_comparison.write_checkpoints(comparison(*options, "--algorithm", "plain"))
+    assert (tmp_path / "target/mtp.safetensors").stat().st_mtime_ns == written
+    engine_comparison.write_checkpoints(comparison(*options, "--algorithm", "chain"))
+    assert (tmp_path / "head").exists() and (tmp_path / "target/mtp.safetensors").stat().st_mtime_ns != written
 
 
 def test_quoting_prompts_quote_the_answer() -> None:

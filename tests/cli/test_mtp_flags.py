@@ -17,6 +17,7 @@ from specdec_kernels import cli
 from specdec_kernels.cli import speculative_flags
 from specdec_kernels.engine import MTP, Ngram
 from specdec_kernels.models.weights.mtp_layouts import MIMO
+from specdec_kernels.synthetic.acceptance import EvenAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
 from specdec_kernels.synthetic.shapes import shape_config
@@ -30,9 +31,9 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a synthetic target whose MTP layer is always right, with the tiny model's tokenizer."""
     config, folder = shape_config("tiny"), tmp_path_factory.mktemp("mtp") / "target"
-    text = SyntheticText.of(config.vocab_size, 512)
+    text = SyntheticText.of(config.vocab_size, 64)
     model = synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
-    save_with_mtp(model, synthetic_mtp(model, text, 1.0, MIMO), folder)
+    save_with_mtp(model, synthetic_mtp(model, text, EvenAcceptance(), MIMO), folder)
     for file in TOKENIZER:
         shutil.copy(tiny_model("target") / file, folder)
     return folder

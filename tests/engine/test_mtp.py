@@ -15,8 +15,9 @@ from transformers import AutoConfig
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
 from specdec_kernels.models.weights.mtp_layouts import ERNIE, NEXTN, QWEN, MtpLayout
+from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance, mean_accept_length
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
-from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
+from specdec_kernels.synthetic.mtp import mtp_text_length, save_with_mtp, synthetic_mtp
 from specdec_kernels.synthetic.shapes import shape_config
 from support.exhaustive import exhaustive, thinned
 from support.hybrid_cases import DELTA
@@ -203,17 +204,32 @@ def test_options_are_checked(tmp_path: Path) -> None:
     assert str(error.value) == "MTP: head is None, expected a folder or hub id for a target that has none"
 
 
-@pytest.mark.parametrize(("layout", "rate"), [(NEXTN, 0.7), *exhaustive((ERNIE, 1.0))], ids=["nextn", "ernie"])
-def test_synthetic_layer_is_accepted_at_the_chosen_rate(layout: MtpLayout, rate: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [NEXTN, *exhaustive(ERNIE)], ids=["nextn", "ernie"])
+def test_synthetic_layer_is_accepted_as_often_as_published(layout: MtpLayout, tmp_path: Path) -> None:
     config, cpu = shape_config("tiny"), torch.device("cpu")
-    text = SyntheticText.of(config.vocab_size, 512)
+    config.hidden_size = 512
+    text = SyntheticText.of(config.vocab_size, mtp_text_length(config))
     target = synthetic_causal_lm(config, text, device=cpu, dtype=torch.float32)
-    save_with_mtp(target, synthetic_mtp(target, text, rate, layout), tmp_path / "target")
-    with make_engine(tmp_path / "target", MTP(num_steps=4, topk=1), max_len=640) as engine:
-        [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=512))
-    assert output.tokens == text.tokens(13, 512)
-    expected = sum(rate**depth for depth in range(5))
-    assert output.stats.accept_length == pytest.approx(expected, rel=0.05)
+    acceptance = PublishedAcceptance("math", "mtp")
+    save_with_mtp(target, synthetic_mtp(target, text, acceptance, layout), tmp_path / "target")
+    chain = mean_accept_length(acceptance.rates[:4])
+    for topk, num_nodes in ((1, 5), (4, 16)):
+        draft = MTP(num_steps=4, topk=topk, num_nodes=num_nodes)
+        with make_engine(tmp_path / "target", draft, max_len=640, adaptive=False) as engine:
+            [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=512))
+        assert output.tokens == text.tokens(13, 512)
+        if topk == 1:
+            assert output.stats.accept_length == pytest.approx(chain, rel=0.05)
+        else:
+            assert output.stats.accept_length > chain + 0.3
+
+
+def test_synthetic_layer_refuses_a_text_that_is_too_long() -> None:
+    config = shape_config("tiny")
+    text = SyntheticText.of(config.vocab_size, 65)
+    target = synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"^synthetic_mtp: text has 65 tokens, expected at most 64$"):
+        synthetic_mtp(target, text, EvenAcceptance(2.0), NEXTN)
 
 
 SYNTHETIC: dict[str, tuple[str, dict[str, Any], MtpLayout]] = {
@@ -233,13 +249,13 @@ def test_synthetic_layers_have_the_target_s_kind(name: str, tmp_path: Path) -> N
     common = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2}
     common |= {"vocab_size": 256, "num_key_value_heads": 1, "max_position_embeddings": 512, "pad_token_id": None}
     config = AutoConfig.for_model(model_type, **(common | {"head_dim": 64, "tie_word_embeddings": False} | sizes))
-    text = SyntheticText.of(256, 256)
+    text = SyntheticText.of(256, 64)
     target = synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
-    save_with_mtp(target, synthetic_mtp(target, text, 0.8, layout), tmp_path / "target")
+    save_with_mtp(target, synthetic_mtp(target, text, EvenAcceptance(2.5), layout), tmp_path / "target")
     with make_engine(tmp_path / "target", MTP(num_steps=3, topk=1), max_len=300) as engine:
         [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=256, ignore_eos=True))
     assert output.tokens == text.tokens(13, 256)
-    assert output.stats.accept_length == pytest.approx(1 + 0.8 + 0.64 + 0.512, rel=0.1)
+    assert output.stats.accept_length == pytest.approx(2.5, rel=0.1)
 
 
 def quantize(folder: Path, name: str, linears: str) -> None:

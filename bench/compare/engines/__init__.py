@@ -45,7 +45,9 @@ ALGORITHMS = {
     "tree": Algorithm(5, 10, 32),
     "adaptive": Algorithm(5, 10, 32, adaptive=True),
     "adaptive_chain": Algorithm(5, 1, 6, adaptive=True),
-    "mtp": Algorithm(3, 1, 4, mtp=True),
+    "mtp_chain": Algorithm(3, 1, 4, mtp=True),
+    "mtp_tree": Algorithm(4, 4, 16, mtp=True),
+    "mtp_adaptive": Algorithm(4, 4, 16, adaptive=True, mtp=True),
     "ngram": Algorithm(11, 1, 12, ngram=True),
 }
 

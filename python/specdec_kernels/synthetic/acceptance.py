@@ -5,9 +5,10 @@ are wrong. An acceptance gives their logits: a table [text length, candidates], 
 
 `PublishedAcceptance` is calibrated: a candidate with probability q is right in a share q of cases. It combines:
 
-- Conditional acceptance rates of three drafters in three domains: the share of rounds that accept draft k among those
-  that reach it. The DSpark paper measured them (figure 2: Qwen3-4B, temperature 1, no thinking; the accept lengths that
-  follow are those of its table 1 within 0.03).
+- Conditional acceptance rates of drafters in three domains: the share of rounds that accept draft k among those that
+  reach it. The DSpark paper measured three of them (figure 2: Qwen3-4B, temperature 1, no thinking; the accept lengths
+  that follow are those of its table 1 within 0.03). Those of "mtp" are of vLLM's counters, by position: Qwen3.6-27B on
+  code of agents (two runs, their mean), Qwen3.8 in a chat, and MTP layers on GSM8K (vLLM's pull request 48892).
 - Differences between rounds. Each round has an ease, distributed as the confidence of one drafter's first drafts on one
   data set (the same paper's figure 6: 38 of 100 above 0.95). It is correlated with that of the round before, since
   stretches of a text are easy or hard. Draft k is right with probability sigmoid(logit(ease) + shift_k), where shift_k
@@ -35,7 +36,7 @@ PEAK = 20.0  # logit of an even draft's proposal
 CERTAIN = 22.0  # logit of probability 1 in a published draft; other tokens have a few around 0
 MOST_CANDIDATES = 16
 ELEMENTS_PER_CANDIDATE = 32  # elements of a state; with fewer, candidates of different tokens disturb each other
-STEP = 0.5  # between logits of an even draft's wrong candidates, as a fraction of PEAK
+STEP = 0.5  # between logits of an even draft's wrong candidates, as a fraction of its peak
 LARGEST_OTHER = 0.8  # largest probability of another candidate, as a fraction of the best one's
 CORRELATION = 0.95  # of a round's ease with the one before: it lasts some twenty rounds
 
@@ -44,16 +45,19 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
         "eagle3": (0.811, 0.823, 0.838, 0.844, 0.851, 0.856, 0.850),
         "dflash": (0.885, 0.827, 0.820, 0.834, 0.841, 0.839, 0.828),
         "dspark": (0.905, 0.890, 0.888, 0.885, 0.887, 0.891, 0.882),
+        "mtp": (0.762, 0.808, 0.832, 0.828, 0.858, 0.850, 0.880),
     },
     "code": {
         "eagle3": (0.771, 0.774, 0.781, 0.791, 0.787, 0.794, 0.784),
         "dflash": (0.865, 0.815, 0.797, 0.801, 0.810, 0.801, 0.777),
         "dspark": (0.886, 0.872, 0.860, 0.861, 0.858, 0.859, 0.851),
+        "mtp": (0.953, 0.913, 0.933, 0.909, 0.902),
     },
     "chat": {
         "eagle3": (0.534, 0.589, 0.642, 0.678, 0.709, 0.729, 0.733),
         "dflash": (0.718, 0.648, 0.638, 0.661, 0.682, 0.692, 0.688),
         "dspark": (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761),
+        "mtp": (0.763, 0.817, 0.737, 0.863),
     },
 }
 # Histogram of 1000 first drafts' confidence, in twentieths from 0 to 1.
@@ -85,10 +89,12 @@ class EvenAcceptance:
     Attributes:
         length: tokens of a round; the number of draft steps limits it as well. Infinite: never wrong.
         rank: of the right token among the candidates, where the draft is right; 0 is the best.
+        peak: logit of its proposal.
     """
 
     length: float = math.inf
     rank: int = 0
+    peak: float = PEAK
 
     @property
     def name(self) -> float:
@@ -100,10 +106,10 @@ class EvenAcceptance:
         if self.length < math.inf:
             miss[(torch.arange(int(count / self.length)) * self.length).long()] = True
         logits = torch.zeros(count, 2 + self.rank, dtype=torch.float64)
-        logits[~miss, 0] = PEAK
-        logits[miss, 1] = PEAK  # wrong by one token
+        logits[~miss, 0] = self.peak
+        logits[miss, 1] = self.peak  # wrong by one token
         for wrong in range(self.rank):
-            logits[~miss, 2 + wrong] = PEAK * (1 + STEP * (self.rank - wrong))
+            logits[~miss, 2 + wrong] = self.peak * (1 + STEP * (self.rank - wrong))
         return logits
 
 

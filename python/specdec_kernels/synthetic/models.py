@@ -30,6 +30,7 @@ from ..models.heads.eagle3 import Eagle3Head, feature_layers
 from .acceptance import ELEMENTS_PER_CANDIDATE, PEAK, Acceptance, EvenAcceptance
 
 BRANCH = 1e-3  # scale of residual branches
+TARGET_PEAK = 64.0  # logit of the next token: drafts that share the LM head divide it among their candidates
 NOISE = 4e-3  # what the random part of weights adds to an output of order one
 SELF_SCORE = 60.0  # a draft head's attention score of a row to itself
 ROWS_AT_ONCE = 2048  # rows of lm_head that are written together
@@ -87,6 +88,7 @@ def synthetic_causal_lm(
     seed: int = 0,
 ) -> Any:
     """Return a causal language model that continues the text: a target, or with an acceptance its draft."""
+    certain = EvenAcceptance(peak=TARGET_PEAK)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -95,9 +97,9 @@ def synthetic_causal_lm(
                 parameter.mul_(BRANCH)
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embedding.bernoulli_(0.5).mul_(2).sub_(1)  # all rows have the same length
-        init_successors(head, embedding, text.order, text.order, acceptance or EvenAcceptance())
+        init_successors(head, embedding, text.order, text.order, acceptance or certain)
         if acceptance is None and len(text.other_order):
-            write_successors(head, embedding, text.other_order, text.other_order, EvenAcceptance())
+            write_successors(head, embedding, text.other_order, text.other_order, certain)
     return model.requires_grad_(False).eval()
 
 

@@ -1,14 +1,17 @@
 """Synthetic MTP layers for synthetic targets, with a chosen acceptance, written in a published layout.
 
+    text = SyntheticText.of(config.vocab_size, mtp_text_length(config))
     target = synthetic_causal_lm(config, text, device=device, dtype=torch.bfloat16)
-    save_with_mtp(target, synthetic_mtp(target, text, 0.8, NEXTN), folder)
+    save_with_mtp(target, synthetic_mtp(target, text, PublishedAcceptance("code", "mtp"), QWEN), folder)
     engine = Engine(folder, draft=MTP(num_steps=3, topk=1))
 
-The projection keeps the token's embedding, from which the target's LM head predicts the successor. The layer's
-feed-forward part adds noise that depends on the token. Its scale is searched for until the successor is the likeliest
-token as often as asked for: the layer needs no LM head of its own, so every engine reads the same drafts.
+The layer needs no LM head of its own, so every engine drafts the same tokens with the same probabilities. After each
+token of the text its final state is the combination of rows of the target's LM head to which these rows give the
+acceptance's logits. The projection makes that state of the token's embedding; it is solved for all tokens of the text,
+which may be half as many as a state has elements. For others it is closer to the identity, which makes the successor
+the likeliest token. The layer itself adds next to nothing.
 
-`synthetic_mtp_head` has the acceptance of an `Acceptance` instead, by an LM head of its own, and stays in memory.
+`synthetic_mtp_head` has an LM head of its own instead, for texts of any length, and stays in memory.
 """
 
 from __future__ import annotations
@@ -37,30 +40,45 @@ from ..models.weights.mtp_layouts import (
 )
 from .acceptance import Acceptance
 from .models import BRANCH, NOISE, SyntheticText, init_successors
+from .shapes import draft_vocab_of
 
-SEARCHED_TOKENS = 2048  # of the text, by which the scale of the noise is chosen
-SEARCH_STEPS = 16
+# More share a state's length, which the final norm fixes: their logits are lower, and closer to those of other tokens.
+MOST_CANDIDATES = 8
+
+
+def mtp_text_length(config: Any) -> int:
+    """Return the tokens of a text for a target with a synthetic MTP layer."""
+    hidden: int = config.hidden_size
+    return min(draft_vocab_of(config), hidden // 2)
 
 
 @torch.no_grad()
 def synthetic_mtp(
-    target: Any, text: SyntheticText, rate: float, layout: MtpLayout, *, seed: int = 0
+    target: Any, text: SyntheticText, acceptance: Acceptance, layout: MtpLayout, *, seed: int = 0
 ) -> dict[str, Tensor]:
     """Return the tensors of an MTP layer, named as in the target's checkpoint.
 
     Args:
         target: of `synthetic_causal_lm`.
         text: the target's.
-        rate: of accepted drafts among those whose predecessors are accepted, above 0 and at most 1.
+        acceptance: the acceptance rates to reach.
         layout: of the names.
         seed: of the weights.
+
+    Raises:
+        ValueError: the text is too long.
     """
-    if not 0 < rate <= 1:
-        raise ValueError(f"synthetic_mtp: rate is {rate}, expected a number above 0 and at most 1")
+    if len(text.order) > (most := mtp_text_length(target.config)):
+        raise ValueError(f"synthetic_mtp: text has {len(text.order)} tokens, expected at most {most}")
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     lm, fc = layer_and_projection(target, layout, seed)
-    norm, layer = lm.get_decoder().norm, lm.get_decoder().layers[0]
-    scale_feed_forward(layer, noise_scale(layer, norm, embedding, head, text, rate))
+    norm, hidden = lm.get_decoder().norm, embedding.shape[1]
+    scale_feed_forward(lm.get_decoder().layers[0], BRANCH)
+    inputs = norm(embedding[text.order.to(embedding.device)])  # the norm's weight is that of the embedding's norm
+    of_embedding = fc[:, hidden * layout.state_first :][:, :hidden]
+    of_embedding.add_(
+        map_from(inputs, draft_states(head, text, acceptance) - inputs.double() @ of_embedding.double().mT)
+    )
     stored: dict[str, Tensor] = revert_weight_conversion(lm, lm.state_dict())
     own = {name: tensor for name, tensor in stored.items() if name.startswith(f"{LAYERS}.")}
     own |= {f"{module}.weight": norm.weight.clone() for module in (EMBEDDING_NORM, STATE_NORM)}
@@ -71,6 +89,40 @@ def synthetic_mtp(
         own |= {f"{EMBEDDING}.weight": embedding, f"{LM_HEAD}.weight": head}
     prefix = layout.prefix_of(target.config.num_hidden_layers)
     return {prefix + layout.stored_name(name): tensor.detach().cpu().contiguous() for name, tensor in own.items()}
+
+
+def draft_states(head: Tensor, text: SyntheticText, acceptance: Acceptance) -> Tensor:
+    """Return the states [N, H] after tokens of the text, as long as normalized ones, that drafts have.
+
+    Each is the shortest state to which the candidates' rows of `head` [V, H] give their logits plus a constant. The
+    constant makes its length that of a normalized state; softmax does not see it.
+    """
+    count, hidden = len(text.order), head.shape[1]
+    with torch.device("cpu"):  # same random numbers for every device
+        logits = acceptance.logits(count, MOST_CANDIDATES).to(head.device, torch.float64)
+    ahead = (torch.arange(count)[:, None] + torch.arange(1, logits.shape[1] + 1)) % count
+    rows = head[text.order[ahead].to(head.device)].double()  # [N, K, H]
+    gram = rows @ rows.mT
+    # Other tokens ahead have a logit of 0. With c the constant, the state's squared length is that of
+    # logits + c * is_candidate in the metric of the inverse: a quadratic equation for c.
+    is_candidate = (logits > 0).double()
+    solved = torch.linalg.solve(gram, torch.stack([is_candidate, logits], -1))
+    square, mixed, rest = (
+        (is_candidate * solved[..., 0]).sum(-1),
+        (is_candidate * solved[..., 1]).sum(-1),
+        (logits * solved[..., 1]).sum(-1) - hidden,
+    )
+    constant = (-mixed + (mixed**2 - square * rest).clamp(min=0).sqrt()) / square
+    factors = solved[..., 1] + constant[:, None] * solved[..., 0]
+    states: Tensor = torch.einsum("nk,nkh->nh", factors, rows)
+    return states
+
+
+def map_from(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """Return the smallest weight [H, H] that maps inputs [N, H] to outputs [N, H], N at most H."""
+    x = inputs.double()
+    weight: Tensor = torch.linalg.solve(x @ x.mT, outputs).mT @ x
+    return weight
 
 
 @torch.no_grad()
@@ -115,31 +167,6 @@ def scale_feed_forward(layer: nn.Module, scale: float) -> None:
     for name, parameter in layer.named_parameters():
         if name.endswith(("down_proj.weight", "experts.down_proj")):
             parameter.mul_(scale)
-
-
-def noise_scale(
-    layer: nn.Module, norm: nn.Module, embedding: Tensor, head: Tensor, text: SyntheticText, rate: float
-) -> float:
-    """Return the scale of a layer's feed-forward output at which a share `rate` of successors is likeliest."""
-    count = min(len(text.order), SEARCHED_TOKENS)
-    tokens = text.order[:count].to(embedding.device)
-    successors = text.order.roll(-1)[:count].to(embedding.device)
-    states = embedding[tokens]
-    part: Any = layer
-    noise = part.mlp(part.post_attention_layernorm(states)[None])
-    noise = (noise[0] if isinstance(noise, tuple) else noise).view_as(states)
-
-    def share(scale: float) -> float:
-        logits = nn.functional.linear(norm(states + scale * noise), head)
-        return float((logits.argmax(-1) == successors).float().mean())
-
-    low, high = 0.0, 1.0
-    while share(high) > rate and high < 1e12:
-        low, high = high, 4 * high
-    for _ in range(SEARCH_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if share(middle) >= rate else (low, middle)
-    return low
 
 
 def save_with_mtp(target: Any, tensors: dict[str, Tensor], folder: Path) -> None:

@@ -13,4 +13,4 @@ SHAPES = (
     "tiny-hybrid",
 )
 DOMAINS = ("chat", "code", "math")
-DRAFTERS = ("eagle3", "dflash", "dspark")
+DRAFTERS = ("eagle3", "dflash", "dspark", "mtp")

@@ -13,10 +13,12 @@ from .output import NO_CUDA, add_device, add_json, add_models, find_device, load
 
 COMMAND = "bench engines"
 ENGINES = ("ours", "sglang", "sglang_fa3", "sglang_plugin", "vllm", "vllm_plugin")
-ALGORITHMS = ("plain", "chain", "tree", "adaptive", "adaptive_chain", "mtp", "ngram")
+ALGORITHMS = (
+    "plain", "chain", "tree", "adaptive", "adaptive_chain", "mtp_chain", "mtp_tree", "mtp_adaptive", "ngram"
+)  # fmt: skip
 
 EPILOG = """\
-A synthetic target and EAGLE-3 head are written to --out in published formats. Each engine loads them in a process of
+A synthetic target and its drafts are written to --out in published formats. Each engine loads them in a process of
 its own and greedily continues pieces of a known text; every token is checked. Tokens per second are those of decoding
 alone: a long run minus a short one.
   specdec bench engines --shape qwen3-8b --acceptance code --batch 1,4,16,64 --engines ours,sglang --out checkpoints
@@ -30,8 +32,9 @@ engines:
 algorithms:
   plain, chain, tree, adaptive   as in `specdec bench round`; vLLM has no trees
   adaptive_chain                 chains of adaptive length; in vLLM, adaptive verification
-  mtp                            a chain of 3 steps by an MTP layer in the target's checkpoint, for shapes whose models
-                                 ship with one: the hybrids
+  mtp_chain, mtp_tree, mtp_adaptive
+                                 an MTP layer in the target's checkpoint, for shapes whose models ship with one, the
+                                 hybrids: 3 steps and 4 tokens; 4 steps, topk 4 and 16 tokens; the same, adaptive
   ngram                          12 tokens verified per round; prompts quote the expected output
 """
 
@@ -63,9 +66,9 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument(
         "--algorithm",
         type=words_of(ALGORITHMS),
-        default=[name for name in ALGORITHMS if name != "mtp"],
+        default=[name for name in ALGORITHMS if not name.startswith("mtp")],
         metavar="NAME",
-        help="how to draft, comma-separated (all but mtp)",
+        help="how to draft, comma-separated (all without MTP)",
     )
     parser.add_argument(
         "--batch", type=integers(1), default=[1, 4, 16, 64], metavar="N", help="requests in a batch (1,4,16,64)"

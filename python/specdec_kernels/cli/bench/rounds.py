@@ -95,7 +95,9 @@ def add_command(bench: CommandParser) -> None:
         "commas (chat)",
     )
     parser.add_argument(
-        "--drafter", choices=DRAFTERS, help="published drafter whose acceptance the drafts have (eagle3)"
+        "--drafter",
+        choices=DRAFTERS,
+        help="published drafter whose acceptance the drafts have (eagle3, of MTP layers mtp)",
     )
     parser.add_argument("--context-decay", action="store_true", help="acceptance falls with the length of the context")
     parser.add_argument(
@@ -224,23 +226,26 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
     if args.accept is not None:
         acceptances: list[Any] = [args.accept]
     else:
-        acceptances = [
-            EvenAcceptance(1.0) if name == WRONG else PublishedAcceptance(name, args.drafter or "eagle3", context)
-            for name in args.acceptance or ["chat"]
-        ]
+        acceptances = args.acceptance or ["chat"]
     setups = []
-    for acceptance, name in itertools.product(acceptances, names):
+    for chosen, name in itertools.product(acceptances, names):
         drafting = own_drafting(args, name, shape) if ":" in name else rounds.drafting_of(name)
-        if drafting.kind is None and acceptance is not acceptances[0]:
+        if drafting.kind is None and chosen is not acceptances[0]:
             continue
         if drafting.kind is not None and drafting.make is None:
             drafting = replace(drafting, **{key: value for key, value in given.items() if value is not None})
+        acceptance: Any
+        if isinstance(chosen, float):
+            acceptance = EvenAcceptance(min(chosen, drafting.num_steps + 1))
+        elif chosen == WRONG:
+            acceptance = EvenAcceptance(1.0)
+        else:
+            drafter = args.drafter or ("mtp" if drafting.kind is rounds.MTP else "eagle3")
+            acceptance = PublishedAcceptance(chosen, drafter, context)
         setup = rounds.Setup(
             shape=shape,
             drafting=drafting,
-            acceptance=EvenAcceptance(min(acceptance, drafting.num_steps + 1))
-            if isinstance(acceptance, float)
-            else acceptance,
+            acceptance=acceptance,
             input=input,
             output=output,
             device=device,
