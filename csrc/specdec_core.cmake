@@ -50,7 +50,7 @@ else()
 endif()
 # Its sums may be fused: they need not have the bits that another device gives. (It must not include core/exact_math.h:
 # the linker keeps one copy of an inline function.)
-set_source_files_properties(csrc/attention/tree_attention_cpu.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=fast)
+set_source_files_properties(csrc/attention/common/tile_pass.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=fast)
 
 if(SPECDEC_CUDA AND CMAKE_CUDA_COMPILER)
   file(GLOB_RECURSE CUDA_SOURCES CONFIGURE_DEPENDS csrc/*.cu)

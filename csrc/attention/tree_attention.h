@@ -3,49 +3,21 @@
 // Reads q, the K and V pools, page table, lengths and mask; writes out, lse and status. plan.h says which kernel runs.
 #pragma once
 
+#include "attention/attention_call.h"
 #include "attention/plan.h"
 #include "core/dispatch.h"
 #include "core/floats.h"
-#include "kv/page_rows.h"
 
 namespace specdec::attention {
 
-// Strides in elements. The head dimension itself is contiguous.
-struct RowStrides {
-  int64_t batch, row, head;  // batch is 0 for packed rows
-};
-struct PoolStrides {
-  int64_t page, row, head;
-};
-
-struct TreeAttentionParams {
-  const void* q;       // [batch, q_rows, q_heads, head_dim], or packed [q_rows, q_heads, head_dim]; any strides
-  const void* k_pool;  // [num_pages, page_size, kv_heads, head_dim], any strides
-  const void* v_pool;  // [num_pages, page_size, kv_heads, head_dim], any strides
-  void* out;           // shape of q, strides of its own
-  Dtypes dtype;        // of q and out
-  bool fp8;            // the pools hold float8_e4m3fn; else they have dtype too
-  RowStrides q_strides, out_strides;
+struct TreeAttentionParams : AttentionCall {  // q and out have width head_dim
+  const void* k_pool;                         // [num_pages, page_size, kv_heads, head_dim], any strides
+  const void* v_pool;                         // [num_pages, page_size, kv_heads, head_dim], any strides
+  bool fp8;                                   // the pools hold float8_e4m3fn; else they have the dtype of q
   PoolStrides k_strides, v_strides;
-  kv::PageRows rows;
-  const int32_t* prefix_lens;   // [num_slots]
-  const int32_t* slots;         // [batch] or null
-  const int32_t* q_lens;        // [batch] or null; padded rows only
-  const int32_t* cu_seqlens_q;  // [batch + 1] for packed rows, else null
-  const int64_t* mask;          // [batch, q_rows, mask_words], packed [q_rows, mask_words], or null: causal chain
-  float* lse;                   // [batch, q_rows, q_heads], packed [q_rows, q_heads], or null; natural logarithm
-  int32_t* status;              // [num_slots] or null
-  int64_t batch, q_rows, q_heads, kv_heads, head_dim;
-  int64_t num_slots, mask_words;
-  int64_t tail_len;     // -1: each request's number of valid rows
-  int64_t window;       // a row attends to at most the last `window` rows of its path; INT64_MAX: all
-  float log2_scale;     // softmax scale times log2(e) and k_scale: exponentials are powers of two
-  float soft_cap;       // in the same units: scores become soft_cap * tanh(score / soft_cap); 0: none
-  float v_scale;        // factor of the output
-  bool aligned;         // every row of q, out and the pools is aligned to 16 bytes
-  int64_t fixed_split;  // batch invariance: split KV at multiples of this many rows; 0: split evenly
-  float* workspace;     // aligned to 16 bytes, workspace_bytes() of partial results; CUDA only
-  int64_t max_kv_len;   // bound on a request's KV rows: what the page table has room for, or less if the caller says so
+  int64_t head_dim;
+  float soft_cap;  // in units of log2_scale: scores become soft_cap * tanh(score / soft_cap); 0: none
+  bool aligned;    // every row of q, out and the pools is aligned to 16 bytes
 };
 
 struct PlannedAttention : TreeAttentionParams {

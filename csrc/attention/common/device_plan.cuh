@@ -3,8 +3,8 @@
 
 #include <cutlass/fast_math.h>
 
+#include "attention/attention_call.h"
 #include "attention/plan.h"
-#include "attention/tree_attention.h"
 
 namespace specdec::attention {
 
@@ -24,7 +24,7 @@ struct DevicePlan {
   int sharing_clusters;
 };
 
-inline DevicePlan make_device_plan(const AttentionPlan& plan, const TreeAttentionParams& p) {
+inline DevicePlan make_device_plan(const AttentionPlan& plan, const AttentionCall& p) {
   const auto divide_by = [](int64_t divisor) { return cutlass::FastDivmod(static_cast<int>(divisor)); };
   return {.tile_rows = plan.tile_rows,
           .row_tiles = plan.row_tiles,

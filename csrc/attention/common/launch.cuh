@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "attention/common/device_plan.cuh"
+#include "attention/tree_attention.h"
 #include "core/cuda.cuh"
 #include "core/floats.h"
 

@@ -15,7 +15,7 @@ namespace specdec::attention {
 // Return where a partial result is stored. Per row tile: unnormalized outputs [rows, D], maxima [rows], sums of weights
 // [rows]. An item's first partial result is followed by the counter of workers that have stored theirs, or by one
 // counter per row if clusters share the item.
-__device__ __forceinline__ float* partial_of(const TreeAttentionParams& p, const DevicePlan& plan, int64_t number,
+__device__ __forceinline__ float* partial_of(const AttentionCall& p, const DevicePlan& plan, int64_t number,
                                              int row_tile, int D) {
   return p.workspace +
          (number * plan.row_tiles + row_tile) * partial_floats(plan.tile_rows, plan.cluster_blocks != 0, D);
@@ -28,8 +28,8 @@ __device__ __forceinline__ float* partial_of(const TreeAttentionParams& p, const
 // produces.
 class PartialsCounter {
  public:
-  __device__ PartialsCounter(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s, int row_tile,
-                             int D, int row = 0)
+  __device__ PartialsCounter(const AttentionCall& p, const DevicePlan& plan, const Segment& s, int row_tile, int D,
+                             int row = 0)
       : at_(reinterpret_cast<uint64_t*>(partial_of(p, plan, s.first_partial, row_tile, D) +
                                         int64_t{plan.tile_rows} * (D + 2)) +
             row),
@@ -124,7 +124,7 @@ struct PartialRow {
 
 // Write row n of a request and KV head to out and lse.
 template <class T, int D>
-__device__ void write_row(const TreeAttentionParams& p, const DevicePlan& plan, const Request& r, int head, int n,
+__device__ void write_row(const AttentionCall& p, const DevicePlan& plan, const Request& r, int head, int n,
                           PartialRow<D> sum) {
   const int lane = threadIdx.x % kWarp;
   const QueryRow at = query_row(plan, head, n);
@@ -138,7 +138,7 @@ __device__ void write_row(const TreeAttentionParams& p, const DevicePlan& plan, 
 // Merge rows first, first + step, ... < count of a row tile, with one warp. Process several rows and partial results at
 // once, so that their loads are in flight together.
 template <class T, int D, int kRowsPerStep, int kPartsPerStep>
-__device__ __forceinline__ void merge_rows(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
+__device__ __forceinline__ void merge_rows(const AttentionCall& p, const DevicePlan& plan, const Segment& s,
                                            int row_tile, int first, int step, int count) {
   const int first_row = s.first_row + row_tile * plan.tile_rows;
 #pragma unroll 1
@@ -169,7 +169,7 @@ __device__ __forceinline__ void merge_rows(const TreeAttentionParams& p, const D
 // Count this worker as arrived after it has stored its last partial result of an item. Call from all consumer threads,
 // which meet in sync().
 template <int D, class Sync>
-__device__ __forceinline__ void publish_partial(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
+__device__ __forceinline__ void publish_partial(const AttentionCall& p, const DevicePlan& plan, const Segment& s,
                                                 int row_tile, Sync&& sync) {
   sync();
   if (s.workers > 1 && threadIdx.x == 0) PartialsCounter(p, plan, s, row_tile, D).arrive();
@@ -177,7 +177,7 @@ __device__ __forceinline__ void publish_partial(const TreeAttentionParams& p, co
 
 // Merge this worker's rows of an item. Call from the same threads.
 template <class T, int D, int kThreads, class Sync>
-__device__ __forceinline__ void merge_item(const TreeAttentionParams& p, const DevicePlan& plan, const Segment& s,
+__device__ __forceinline__ void merge_item(const AttentionCall& p, const DevicePlan& plan, const Segment& s,
                                            int row_tile, Sync&& sync) {
   constexpr int kLoads = 16 / PartialRow<D>::kVectors;
   PartialsCounter counter(p, plan, s, row_tile, D);
@@ -198,7 +198,7 @@ __device__ __forceinline__ void merge_item(const TreeAttentionParams& p, const D
 
 // Write zeros to the rows after the last packed request, distributed over all blocks of the call.
 template <class T, int D, int kWarps>
-__device__ void write_padding_rows(const TreeAttentionParams& p, const DevicePlan& plan) {
+__device__ void write_padding_rows(const AttentionCall& p, const DevicePlan& plan) {
   const Request r = load_request(p, p.batch);
   const int count = r.rows * plan.gqa_group.divisor;
   const unsigned blocks = gridDim.x * gridDim.y * gridDim.z;
@@ -210,7 +210,7 @@ __device__ void write_padding_rows(const TreeAttentionParams& p, const DevicePla
 // Write what no segment covers, distributed over all blocks of the call: the status of requests, and rows without
 // visible KV.
 template <class T, int D, int kThreads>
-__device__ void write_rows_without_kv(const TreeAttentionParams& p, const DevicePlan& plan) {
+__device__ void write_rows_without_kv(const AttentionCall& p, const DevicePlan& plan) {
   constexpr int kWarps = kThreads / kWarp;
   const int batch = static_cast<int>(p.batch), tile = plan.tile_rows * plan.row_tiles;
   const int slices = batch > 0 ? max(static_cast<int>(gridDim.x) / batch, 1) : 0;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention/common/stream_k.cuh"
+#include "attention/tree_attention.h"
 #include "core/floats.h"
 
 namespace specdec::attention {
@@ -152,13 +153,11 @@ struct OnlineSoftmax {
 
 // Store four adjacent columns of one row of out.
 template <class T>
-__device__ __forceinline__ void store_out(const TreeAttentionParams& p, const Request& r, QueryRow at, int column,
-                                          float4 x) {
+__device__ __forceinline__ void store_out(const AttentionCall& p, const Request& r, QueryRow at, int column, float4 x) {
   T* out = static_cast<T*>(p.out) + r.out_start + at.row * p.out_strides.row + at.head * p.out_strides.head + column;
   *reinterpret_cast<uint2*>(out) = make_uint2(pack<T>(x.x, x.y), pack<T>(x.z, x.w));
 }
-__device__ __forceinline__ void store_lse(const TreeAttentionParams& p, const Request& r, QueryRow at, float max,
-                                          float sum) {
+__device__ __forceinline__ void store_lse(const AttentionCall& p, const Request& r, QueryRow at, float max, float sum) {
   if (p.lse != nullptr)
     p.lse[(r.flat_row + at.row) * p.q_heads + at.head] =
         sum == 0 ? -INFINITY : (max + log2f(sum)) * 0.6931471805599453f;

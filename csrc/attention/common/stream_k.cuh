@@ -41,8 +41,8 @@ struct Span {
 };
 
 // Return the tokens visible to some of the `count` query rows from `first_row` on. At least one must exist.
-__device__ __forceinline__ Span span_of(const TreeAttentionParams& p, const DevicePlan& plan, const Request& r,
-                                        int first_row, int count) {
+__device__ __forceinline__ Span span_of(const AttentionCall& p, const DevicePlan& plan, const Request& r, int first_row,
+                                        int count) {
   if (p.mask != nullptr && p.window == INT64_MAX) return {0, r.end};
   const int end_row = min(first_row + count, r.valid_rows * plan.gqa_group.divisor);
   const int begin = visible_begin(p, r, plan.gqa_group.div(first_row));
@@ -53,7 +53,7 @@ struct Tiles {
   int first, end;
 };
 
-__device__ __forceinline__ Tiles tiles_of(const TreeAttentionParams& p, const DevicePlan& plan, const Request& r,
+__device__ __forceinline__ Tiles tiles_of(const AttentionCall& p, const DevicePlan& plan, const Request& r,
                                           int first_row) {
   const Span span = span_of(p, plan, r, first_row, plan.tile_rows * plan.row_tiles);
   const int first = plan.tile_tokens.div(span.begin);
@@ -62,15 +62,14 @@ __device__ __forceinline__ Tiles tiles_of(const TreeAttentionParams& p, const De
 
 // Return the number of work units in these tiles: one per tile; with fixed_split one per split; one in all if items are
 // whole.
-__device__ __forceinline__ int units_in(const TreeAttentionParams& p, const DevicePlan& plan, Tiles tiles, bool whole) {
+__device__ __forceinline__ int units_in(const AttentionCall& p, const DevicePlan& plan, Tiles tiles, bool whole) {
   if (tiles.end == tiles.first) return 0;
   if (whole) return 1;
   return plan.split_tiles.div(tiles.end - 1) - plan.split_tiles.div(tiles.first) + 1;
 }
 
 // Return the units of one KV head of a request.
-__device__ __forceinline__ int units_of(const TreeAttentionParams& p, const DevicePlan& plan, const Request& r,
-                                        bool whole) {
+__device__ __forceinline__ int units_of(const AttentionCall& p, const DevicePlan& plan, const Request& r, bool whole) {
   const int end = r.valid_rows * plan.gqa_group.divisor;
   int units = 0;
   for (int row = 0; row < end; row += plan.tile_rows * plan.row_tiles)
@@ -127,7 +126,7 @@ class WholeItems {
  public:
   // Return the next segment, or one with kv_head -1 at the end. The first call waits for the preceding kernels; while
   // they run, it prefetches what it will probably read, and its own code. Call from all lanes of a warp.
-  __device__ __forceinline__ Segment next_segment(const TreeAttentionParams& p, const DevicePlan& plan, int worker) {
+  __device__ __forceinline__ Segment next_segment(const AttentionCall& p, const DevicePlan& plan, int worker) {
     const unsigned heads = static_cast<unsigned>(p.kv_heads);
     bool waited = item_ >= 0;
     if (!waited) item_ = worker;
@@ -175,7 +174,7 @@ class WholeItems {
 template <bool kAllowWhole>
 class StreamK : public StreamKState {
  public:
-  __device__ StreamK(const TreeAttentionParams& p, const DevicePlan& plan, const StreamKState& state,
+  __device__ StreamK(const AttentionCall& p, const DevicePlan& plan, const StreamKState& state,
                      CachedRequests& cached_requests)
       : StreamKState(state), p_(p), plan_(plan), cached_requests_(cached_requests) {}
 
@@ -361,7 +360,7 @@ class StreamK : public StreamKState {
     unit_ = left;
   }
 
-  const TreeAttentionParams& p_;
+  const AttentionCall& p_;
   const DevicePlan& plan_;
   CachedRequests& cached_requests_;
 };

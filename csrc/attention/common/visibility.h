@@ -1,7 +1,7 @@
 // Define which KV rows a query row attends to and where they are stored; used by both the CPU and the CUDA kernels.
 #pragma once
 
-#include "attention/tree_attention.h"
+#include "attention/attention_call.h"
 #include "core/bits.h"
 #include "core/host_device.h"
 #include "core/slots.h"
@@ -40,7 +40,7 @@ SD_HD int32_t load_past_l1(const int32_t* x) {
 
 // Read request b, 0 to batch - 1. With packed rows, request `batch` stands for the padding rows after the last request,
 // which are zeroed. Issue all independent loads first, so that their latencies overlap.
-SD_HD Request load_request(const TreeAttentionParams& p, int64_t b) {
+SD_HD Request load_request(const AttentionCall& p, int64_t b) {
   Request r{};
   const int32_t q_rows = static_cast<int32_t>(p.q_rows);
   const bool packed = p.cu_seqlens_q != nullptr;
@@ -77,13 +77,13 @@ SD_HD Request load_request(const TreeAttentionParams& p, int64_t b) {
 }
 
 // Return the end of the KV rows visible to query rows 0 to i.
-SD_HD int32_t visible_end(const TreeAttentionParams& p, const Request& r, int32_t i) {
+SD_HD int32_t visible_end(const AttentionCall& p, const Request& r, int32_t i) {
   return p.mask ? r.end : clamp_to(add_clamped(r.prefix, clamp_to(add_clamped(i + 1, r.shift), 0, r.end)), 0, r.end);
 }
 
 // Return the number of tail rows visible to query row i by the mask or the causal chain, before the window. The prefix
 // and these rows are the row's path; the window keeps the last rows of the path.
-SD_HD int32_t visible_tail_rows(const TreeAttentionParams& p, const Request& r, int32_t i) {
+SD_HD int32_t visible_tail_rows(const AttentionCall& p, const Request& r, int32_t i) {
   if (p.mask == nullptr) return visible_end(p, r, i) - r.prefix;
   int32_t visible = 0;
   for (int64_t w = 0; w < p.mask_words && 64 * w < r.end - r.prefix; ++w)
@@ -93,22 +93,22 @@ SD_HD int32_t visible_tail_rows(const TreeAttentionParams& p, const Request& r, 
 }
 
 // Return the first KV row visible to query rows from i on.
-SD_HD int32_t visible_begin(const TreeAttentionParams& p, const Request& r, int32_t i) {
+SD_HD int32_t visible_begin(const AttentionCall& p, const Request& r, int32_t i) {
   if (p.window == INT64_MAX) return 0;
   return static_cast<int32_t>(clamp_to((p.mask ? r.prefix : visible_end(p, r, i)) - p.window, 0, r.end));
 }
 
 // KV rows [all_visible_begin(j), all_visible_end(i)) are visible to every query row from i to j, as far as they are on
 // a valid page. Only a causal chain extends this range past the prefix.
-SD_HD int64_t all_visible_begin(const TreeAttentionParams& p, const Request& r, int32_t j) {
+SD_HD int64_t all_visible_begin(const AttentionCall& p, const Request& r, int32_t j) {
   return p.window == INT64_MAX ? 0 : (p.mask ? r.end : visible_end(p, r, j)) - p.window;
 }
-SD_HD int32_t all_visible_end(const TreeAttentionParams& p, const Request& r, int32_t i) {
+SD_HD int32_t all_visible_end(const AttentionCall& p, const Request& r, int32_t i) {
   return p.mask ? r.prefix : visible_end(p, r, i);
 }
 
 // Return a mask: bit j is set if query row i of the request attends to KV row first + j.
-SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int32_t i, int64_t first) {
+SD_HD uint64_t visible_word(const AttentionCall& p, const Request& r, int32_t i, int64_t first) {
   uint64_t visible = low_bits(visible_end(p, r, i) - first);
   const int64_t tail = first - r.prefix;  // position of bit 0 in the tail
   if (p.mask != nullptr && p.mask_words == 1 && p.window == INT64_MAX) {
@@ -133,7 +133,7 @@ SD_HD uint64_t visible_word(const TreeAttentionParams& p, const Request& r, int3
 }
 
 // Return whether every query row of the request attends to all KV rows first + j whose bit j of `tokens` is set.
-SD_HD bool all_visible(const TreeAttentionParams& p, const Request& r, int64_t first, uint64_t tokens) {
+SD_HD bool all_visible(const AttentionCall& p, const Request& r, int64_t first, uint64_t tokens) {
   return p.window == INT64_MAX && (tokens & ~low_bits(r.prefix - first)) == 0;
 }
 

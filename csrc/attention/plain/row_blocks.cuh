@@ -7,12 +7,12 @@
 namespace specdec::attention {
 
 // Return the blocks of one request. A request without rows still has one block, which reports its status.
-__device__ inline int64_t row_blocks(const TreeAttentionParams& p, int64_t rows, int per_block) {
+__device__ inline int64_t row_blocks(const AttentionCall& p, int64_t rows, int per_block) {
   return max((rows * (p.q_heads / p.kv_heads) + per_block - 1) / per_block, int64_t{1});
 }
 
 // Return how many blocks cover every request; computed on the host, as an upper bound for packed rows.
-inline int64_t count_row_blocks(const TreeAttentionParams& p, int per_block) {
+inline int64_t count_row_blocks(const AttentionCall& p, int per_block) {
   const int64_t rows = p.q_rows * (p.q_heads / p.kv_heads);
   // Packed requests differ in length, but each adds at most one block to what one long request would need.
   return p.cu_seqlens_q ? rows / per_block + p.batch + 1 : (rows + per_block - 1) / per_block * p.batch;
@@ -24,7 +24,7 @@ struct RowBlock {
 };
 
 // Find block x. Call from all lanes of a warp; each warp finds it by itself.
-__device__ inline RowBlock find_row_block(const TreeAttentionParams& p, int per_block, int64_t x) {
+__device__ inline RowBlock find_row_block(const AttentionCall& p, int per_block, int64_t x) {
   if (p.cu_seqlens_q == nullptr) {
     const int64_t each = (p.q_rows * (p.q_heads / p.kv_heads) + per_block - 1) / per_block;
     return {x / each, x % each * per_block};
