@@ -53,6 +53,7 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   add_tree(m);
   add_layers(m);
   add_attention(m);
+  add_mla(m);
   add_verify(m);
   add_kv(m);
   add_recurrent(m);

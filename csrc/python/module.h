@@ -9,6 +9,7 @@ void add_draft(pybind11::module_& m);
 void add_tree(pybind11::module_& m);
 void add_layers(pybind11::module_& m);
 void add_attention(pybind11::module_& m);
+void add_mla(pybind11::module_& m);
 void add_verify(pybind11::module_& m);
 void add_kv(pybind11::module_& m);
 void add_recurrent(pybind11::module_& m);

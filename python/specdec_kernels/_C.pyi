@@ -365,6 +365,52 @@ def tree_attention_plan(
     max_kv_len: int | None,
     plan: str | None,
 ) -> str: ...
+def mla_tree_attention(
+    stream: int | None,
+    q: Tensor,
+    kv_pool: Tensor,
+    page_table: Tensor,
+    prefix_lens: Tensor,
+    latent_dim: int,
+    slots: Tensor | None,
+    q_lens: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    tail_len: int | None,
+    mask: Tensor | None,
+    indices: Tensor | None,
+    scale: float,
+    window: int | None,
+    kv_scale: float,
+    fixed_split: int | None,
+    max_kv_len: int | None,
+    plan: str | None,
+    out: Tensor,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+    status: Tensor | None,
+) -> None: ...
+def mla_tree_attention_workspace(
+    q: Tensor,
+    kv_pool: Tensor,
+    page_table: Tensor,
+    latent_dim: int,
+    cu_seqlens_q: Tensor | None,
+    indices: Tensor | None,
+    fixed_split: int | None,
+    max_kv_len: int | None,
+    plan: str | None,
+) -> int: ...
+def mla_tree_attention_plan(
+    q: Tensor,
+    kv_pool: Tensor,
+    page_table: Tensor,
+    latent_dim: int,
+    cu_seqlens_q: Tensor | None,
+    indices: Tensor | None,
+    fixed_split: int | None,
+    max_kv_len: int | None,
+    plan: str | None,
+) -> str: ...
 def verify_tree(
     stream: int | None,
     logits: Tensor,
@@ -724,6 +770,26 @@ def attention_plan(
 ) -> dict[str, Any]: ...
 def current_gpu() -> dict[str, Any]: ...
 def attention_variants() -> list[str]: ...
+def mla_plan(
+    *,
+    batch: int,
+    q_rows: int,
+    q_heads: int,
+    latent_dim: int,
+    rope_dim: int,
+    packed: bool,
+    listed: bool,
+    rows: str,
+    tensor_cores: bool,
+    fixed_split: int,
+    max_kv_len: int,
+    num_sms: int,
+    has_wgmma: bool,
+    shared_bytes_per_block: int,
+    shared_bytes_per_sm: int,
+    plan: str | None,
+) -> dict[str, Any]: ...
+def mla_variants() -> list[str]: ...
 
 class NgramIndex:
     def __init__(

@@ -11,7 +11,7 @@ from ._C import version as __version__
 from ._deprecated import deprecated
 from .ngram import NgramDraft, NgramIndex, NgramStatistics
 from .ops import *  # noqa: F403
-from .plans import A100, B200, H100, H200, L40S, AttentionPlan, Gpu, attention_plan
+from .plans import A100, B200, H100, H200, L40S, AttentionPlan, Gpu, MlaPlan, attention_plan, mla_plan
 from .status import Edit, FinishReason, Status
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Edit",
     "FinishReason",
     "Gpu",
+    "MlaPlan",
     "NgramDraft",
     "NgramIndex",
     "NgramStatistics",
@@ -32,6 +33,7 @@ __all__ = [
     "attention_plan",
     "cuda_architectures",
     "cuda_version",
+    "mla_plan",
 ]
 __all__ += ops.__all__
 

@@ -1,8 +1,8 @@
-"""The plan of a `tree_attention` call by its shape: the C++ planning rules, without tensors or a GPU."""
+"""The plan of an attention call by its shape: the C++ planning rules, without tensors or a GPU."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from . import _C
 
@@ -100,3 +100,71 @@ def attention_plan(
         plan=plan,
     )
     return AttentionPlan(**fields)
+
+
+class MlaPlan(NamedTuple):
+    """The kernel of an `mla_tree_attention` call and how it divides the work."""
+
+    name: str  # as for `mla_tree_attention(plan=...)`
+    variant: str  # name of the compiled kernel
+    tile_rows: int  # query rows times heads that one block computes at a time
+    tile_tokens: int  # KV rows of a KV tile
+    splits: int  # blocks that share the KV of a row tile if it is long
+    workspace_bytes: int
+
+
+def mla_plan(
+    *,
+    batch: int,
+    q_rows: int,
+    q_heads: int,
+    max_kv_len: int,
+    latent_dim: int = 512,
+    rope_dim: int = 64,
+    rows: Literal["16-bit", "fp8", "656"] = "16-bit",
+    packed: bool = False,
+    listed: bool = False,
+    tensor_cores: bool = True,
+    fixed_split: int | None = None,
+    gpu: Gpu = H200,
+    plan: str | None = None,
+) -> MlaPlan:
+    """Return the plan of an `mla_tree_attention` call; a pure function that needs neither tensors nor a GPU.
+
+    Args:
+        batch: number of requests.
+        q_rows: query rows per request; with `packed`, of all requests together.
+        q_heads: query heads.
+        max_kv_len: bound on the KV rows of a request, prefix and tail; with `listed`, the length of the lists.
+        latent_dim: elements of the value.
+        rope_dim: elements of the rotated key.
+        rows: what the pool holds: 16-bit floats, float8_e4m3fn, or rows of 656 bytes.
+        packed: whether query rows are packed, with cu_seqlens_q.
+        listed: whether query rows have index lists.
+        tensor_cores: whether queries are 16-bit floats, and rows of q, out and the pool are aligned to 16 bytes.
+        fixed_split: as for `mla_tree_attention`.
+        gpu: the device.
+        plan: name of a plan to force.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: a size is out of range, or `plan` does not exist or cannot run this shape on this GPU.
+    """
+    fields = _C.mla_plan(
+        batch=batch,
+        q_rows=q_rows,
+        q_heads=q_heads,
+        latent_dim=latent_dim,
+        rope_dim=rope_dim,
+        packed=packed,
+        listed=listed,
+        rows=rows,
+        tensor_cores=tensor_cores,
+        fixed_split=fixed_split or 0,
+        max_kv_len=max_kv_len,
+        **gpu._asdict(),
+        plan=plan,
+    )
+    return MlaPlan(**fields)

@@ -42,6 +42,7 @@ _CHANGED: dict[str, tuple[str, ...]] = {
     "pack_trees": tuple(f"tree_{name}" for name in ops.Tree._fields),
     "rope_qkv_write_kv": ("k_pool", "v_pool", "status"),
     "tree_attention": ("status",),
+    "mla_tree_attention": ("status",),
     "edit_logits": ("logits",),
     "mask_stops": ("logits",),
     "verify_tree": ("status",),
@@ -106,7 +107,7 @@ class _Op:
         self.results = [] if result is type(None) else [part if _is_struct(part) else None for part in parts]
         self.is_single = get_origin(result) is not tuple
         # The fake: the same function without the compiled half, which only allocates the outputs.
-        sizes = ("tree_attention_workspace", "verify_tree_workspace")
+        sizes = ("tree_attention_workspace", "mla_tree_attention_workspace", "verify_tree_workspace")
         nothing = types.SimpleNamespace(**dict.fromkeys(sizes, lambda *_: 0), **{name: lambda *_: None})
         self.fake = types.FunctionType(
             self.call.__code__,

@@ -156,8 +156,11 @@ def xqa(
 def flash_attn_with_kvcache(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, *, cache_seqlens: Tensor, page_table: Tensor, causal: bool,
     return_softmax_lse: bool = False, cu_seqlens_q: Tensor | None = None, max_seqlen_q: int | None = None,
-    scheduler_metadata: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None, qv: Tensor | None = None, softmax_scale: float | None = None,
 ) -> Any:  # fmt: skip
+    if qv is not None:  # the latent part of queries, whose keys are the values
+        q, k_pool = torch.cat([qv, q], -1), torch.cat([v_pool, k_pool], -1)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     assert cache_seqlens.dtype == page_table.dtype == torch.int32
     if cu_seqlens_q is not None:
         assert max_seqlen_q == 1 and torch.equal(cu_seqlens_q, torch.arange(len(q) + 1)) and q.dim() == 3
@@ -167,9 +170,21 @@ def flash_attn_with_kvcache(
     for b, count in enumerate(cache_seqlens.tolist()):
         seen = torch.ones(n, count, dtype=torch.bool).tril(count - n if causal else count)
         k, v = (paged_rows(pool, page_table[b], count) for pool in (k_pool, v_pool))
-        results.append(attend(q[b], k, v, seen, q.shape[3] ** -0.5))
+        results.append(attend(q[b], k, v, seen, scale))
     out, lse = (torch.stack(parts) for parts in zip(*results, strict=True))
     return (out, lse.transpose(1, 2)) if return_softmax_lse else out
+
+
+def flash_mla_with_kvcache(
+    q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, head_dim_v: int, schedule: Tensor,
+    num_splits: Tensor, softmax_scale: float, causal: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    assert causal and torch.equal(schedule, cache_seqlens) and torch.equal(num_splits, cache_seqlens)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, k_cache[..., :head_dim_v], cache_seqlens=cache_seqlens, page_table=block_table, causal=True,
+        return_softmax_lse=True, softmax_scale=softmax_scale,
+    )  # fmt: skip
+    return out, lse
 
 
 def get_scheduler_metadata(*, cache_seqlens: Tensor, **_sizes: Any) -> Tensor:
@@ -207,6 +222,9 @@ DOUBLES = {
     "sgl_kernel.flash_attn": SimpleNamespace(
         flash_attn_with_kvcache=flash_attn_with_kvcache, get_scheduler_metadata=get_scheduler_metadata
     ),
+    "sgl_kernel.flash_mla": SimpleNamespace(
+        flash_mla_with_kvcache=flash_mla_with_kvcache, get_mla_metadata=lambda lens, _rows, _heads: (lens, lens)
+    ),
     "sgl_kernel": SimpleNamespace(merge_state_v2=merge_state_v2),
     "sglang.kernels.ops.speculative.tree": SimpleNamespace(
         verify_tree_greedy=greedy, build_tree_kernel_efficient=build, reconstruct_indices_from_tree_mask=from_mask
@@ -225,7 +243,7 @@ DOUBLES = {
 
 @pytest.fixture
 def baseline_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sglang, baselines.flashinfer, baselines.flash_attention, baselines.fla):
+    for module in (sglang, baselines.flashinfer, baselines.flash_attention, baselines.latent_attention, baselines.fla):
         monkeypatch.setattr(module, "module", lambda name, _device: DOUBLES[name])
 
 
@@ -323,6 +341,19 @@ def test_baselines_of_tree_attention(
         "kv": kv,
     }
     work = CASES["tree_attention"].make(CPU, params | {"dtype": "bfloat16", "max_len": 0})
+    check(work)
+    assert [other.name for other in work.packages] == others
+
+
+@pytest.mark.parametrize(("page_size", "rows", "others"), [
+    (64, "same", ["flashmla causal chain", PASSES]),
+    (16, "same", [PASSES]),
+    (64, "fp8", []),
+])  # fmt: skip
+def test_baselines_of_mla_tree_attention(page_size: int, rows: str, others: list[str], baseline_doubles: None) -> None:
+    """FlashMLA has pages of 64 rows."""
+    params = {"batch": 2, "prefix": 50, "heads": 3, "nodes": 6, "mode": "tree", "dtype": "bfloat16"}
+    work = CASES["mla_tree_attention"].make(CPU, params | {"page_size": page_size, "rows": rows})
     check(work)
     assert [other.name for other in work.packages] == others
 

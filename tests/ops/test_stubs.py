@@ -135,6 +135,8 @@ def test_compiled_functions_all_have_a_known_purpose() -> None:
         "verify_plan",
         "attention_plan",
         "attention_variants",
+        "mla_plan",
+        "mla_variants",
         "current_gpu",
     }  # of sizes
     ops_and_sizes -= {*RING_OPS, "command_words", "result_words"}

@@ -232,7 +232,7 @@ def test_torch_op_passes_opcheck(op: str, device: torch.device) -> None:
 
 def test_torch_ops_cover_every_op() -> None:
     assert set(torch_ops.OPS) == set(public_ops()) - {
-        "make_calibration", "make_logit_edits", "make_page_pool", "make_slot_state", "pack_mask", "pack_whole_trees", "page_table_of_lists", "tree_attention_plan", "tree_attention_workspace", "verify_tree_workspace"
+        "make_calibration", "make_logit_edits", "make_page_pool", "make_slot_state", "mla_tree_attention_plan", "mla_tree_attention_workspace", "pack_mask", "pack_whole_trees", "page_table_of_lists", "tree_attention_plan", "tree_attention_workspace", "verify_tree_workspace"
     }  # fmt: skip
 
 

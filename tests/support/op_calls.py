@@ -157,6 +157,10 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
             ((floats(2, 3, 4, 64), pools[0][0], pools[1][0], table, lens), options)
             for options in (both, {"mask": tree.mask[:, :3].contiguous()})
         ],
+        "mla_tree_attention": lambda: [
+            ((floats(2, 3, 4, 48), floats(12, 4, 48), table, lens), {"latent_dim": 32, "scale": 0.2, **options})
+            for options in (both, {"mask": tree.mask[:, :3].contiguous()}, {"indices": ints(2, 3, 5, high=4, low=-1)})
+        ],
         "verify_tree": lambda: [
             ((floats(2, 4, 8), tree, 3), {}),
             ((floats(2, 4, 8),), {"tree": tree, "accept_width": 3, **sampling, **both}),

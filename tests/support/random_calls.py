@@ -21,7 +21,7 @@ import torch
 import specdec_kernels as sd
 from specdec_kernels import torch_ops
 from specdec_kernels.ops._op_list import native_halves
-from specdec_kernels.reference import attention, draft, kv, layers, recurrent, tree, verify
+from specdec_kernels.reference import attention, draft, kv, layers, mla, recurrent, tree, verify
 from support.op_calls import calls
 
 OPS = [op for op in torch_ops.OPS if native_halves(op)]
@@ -39,7 +39,7 @@ DTYPES = (
     torch.float64,
     torch.bool,
 )
-REFERENCES = (draft, tree, layers, attention, verify, kv, recurrent)
+REFERENCES = (draft, tree, layers, attention, mla, verify, kv, recurrent)
 Call = tuple[list[Any], dict[str, Any]]
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 
@@ -154,7 +154,7 @@ def check_by_reference(op: str, call: Call, got: Any, left: Call) -> None:
     }:  # the reference returns the result, not in place
         return
     want = function(*arguments, **options)
-    if op == "tree_attention":
+    if op in ("tree_attention", "mla_tree_attention"):
         want, *_ = want  # then lse and status
     for (name, a), (_, b) in zip(each_tensor((got, *left[0])), each_tensor((want, *arguments)), strict=True):
         if a.dtype.is_floating_point:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..harness import Baseline
 from . import module, that_run
-from .paged import PagedTrees
+from .paged import PagedTrees, rows_of_nodes
 
 
 def tree_attention(
@@ -71,11 +71,7 @@ def two_passes(x: PagedTrees, attend: Any, merge: Any) -> Callable[[], Tensor]:
     batch, nodes, heads, head_dim = x.q.shape
     # Pages of one row, and the rows that each query row attends to: computed once per step for all layers.
     k_rows, v_rows = (pool.view(-1, 1, *pool.shape[2:]) for pool in (x.k_pool, x.v_pool))
-    at = x.prefix_lens[:, None] + torch.arange(nodes, device=x.q.device)
-    row_indices = x.page_table.gather(1, at // x.page_size) * x.page_size + at % x.page_size
-    counts = x.tree.sum(-1, dtype=torch.int32).flatten()
-    order = torch.argsort(~x.tree, dim=-1, stable=True)[..., : int(counts.max())]
-    own_rows = row_indices[:, None].expand(-1, nodes, -1).gather(2, order).flatten(0, 1).int().contiguous()
+    own_rows, counts = rows_of_nodes(x)
     own_q = x.q.view(batch * nodes, 1, heads, head_dim)
 
     def call() -> Tensor:

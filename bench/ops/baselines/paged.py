@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -27,3 +28,14 @@ class PagedTrees:
     def seq_lens(self) -> Tensor:
         """KV rows including the tree's: [B] int32."""
         return self.prefix_lens + self.q.shape[1]
+
+
+def rows_of_nodes(x: PagedTrees) -> tuple[Tensor, Tensor]:
+    """Return the tail rows that each node attends to, as pages of one row [B * N, most], and their counts [B * N]."""
+    nodes = x.q.shape[1]
+    at = x.prefix_lens[:, None] + torch.arange(nodes, device=x.q.device)
+    row_indices = x.page_table.gather(1, at // x.page_size) * x.page_size + at % x.page_size
+    counts = x.tree.sum(-1, dtype=torch.int32).flatten()
+    order = torch.argsort(~x.tree, dim=-1, stable=True)[..., : int(counts.max())]
+    rows = row_indices[:, None].expand(-1, nodes, -1).gather(2, order).flatten(0, 1).int().contiguous()
+    return rows, counts

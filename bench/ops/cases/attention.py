@@ -66,7 +66,7 @@ def rows_of(x: PagedTrees, b: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def check_rows(x: PagedTrees, tree: Tensor, got: Tensor, error: float) -> None:
+def check_rows(x: PagedTrees, tree: Tensor, got: Tensor, error: float, scale: float) -> None:
     """Compare some nodes of some requests with float64, including the first and last of each."""
     if not bool(got.isfinite().all()):
         raise WrongResult("out holds NaN or infinity")
@@ -76,8 +76,8 @@ def check_rows(x: PagedTrees, tree: Tensor, got: Tensor, error: float) -> None:
     want = []
     for b in requests:
         k, v = rows_of(x, b)
-        heads = x.q[b, picked].double().unflatten(1, (KV_HEADS, Q_HEADS // KV_HEADS))
-        scores = torch.einsum("nhgd,rhd->nhgr", heads, k) / HEAD_DIM**0.5
+        heads = x.q[b, picked].double().unflatten(1, (x.k_pool.shape[2], -1))
+        scores = torch.einsum("nhgd,rhd->nhgr", heads, k) * scale
         seen = torch.cat([tree.new_ones(len(picked), len(k) - nodes), tree[b, picked]], 1)
         weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
         want.append(torch.einsum("nhgr,rhd->nhgd", weights, v).flatten(1, 2))
@@ -112,10 +112,10 @@ def tree_attention(device: torch.device, p: Params) -> Work:
     mask = x.mask if p["mode"] == "tree" else None  # a causal chain needs none
 
     def check(got: Tensor = out) -> None:
-        check_rows(x, x.tree, got, error)
+        check_rows(x, x.tree, got, error, HEAD_DIM**-0.5)
 
     def check_chain(got: Tensor) -> None:
-        check_rows(x, torch.ones_like(x.tree).tril(), got, error)
+        check_rows(x, torch.ones_like(x.tree).tril(), got, error, HEAD_DIM**-0.5)
 
     baseline = None
     if p["kv"] == "same" and batch * p["prefix"] <= PLAIN_TORCH_ROWS:

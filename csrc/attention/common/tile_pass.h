@@ -20,7 +20,7 @@ struct TilePass {
   float* q;                 // [kRows, key_dim], scaled to log2 units
   float* k_rows;            // [kTokens, key_dim]
   float* k;                 // [key_dim, kTokens]: scratch of add_tile()
-  float* v;                 // [kTokens, value_stride], of which the first value_dim columns count
+  float* v;                 // [kTokens, value_stride]; the first value_dim columns count
   float* scores;            // [kRows, kTokens], then probabilities
   float* out;               // [kRows, value_dim], not yet divided by sum
   float max[kRows];         // of the scores so far

@@ -68,6 +68,7 @@ from .layers import (
     silu_and_mul,
     small_m_gemm,
 )
+from .mla import mla_tree_attention, mla_tree_attention_plan, mla_tree_attention_workspace
 from .recurrent import (
     RecurrentRecords,
     commit_conv1d,
@@ -148,6 +149,9 @@ __all__ = [
     "make_slot_state",
     "mask_stops",
     "merge_trees",
+    "mla_tree_attention",
+    "mla_tree_attention_plan",
+    "mla_tree_attention_workspace",
     "moe_combine",
     "moe_grouped_gemm",
     "moe_route",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 
 from .. import _C
-from . import attention, draft, kv, layers, recurrent, tree, verify
+from . import attention, draft, kv, layers, mla, recurrent, tree, verify
 
-MODULES = (draft, tree, layers, attention, verify, kv, recurrent)
+MODULES = (draft, tree, layers, attention, mla, verify, kv, recurrent)
 
 
 def public_ops() -> list[str]:

@@ -29,13 +29,14 @@ def tree_attention(
     v_scale: float = 1.0,
     max_kv_len: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `out` and `lse` in float64 and the status bits of every slot."""
+    """Return `out` and `lse` in float64 and the status bits of every slot; values may be narrower than keys."""
     window = 2**31 if window is None else window
     pages, page_size, kv_heads, head_dim = k_pool.shape
+    value_dim = v_pool.shape[-1]
     num_slots, max_pages = page_table.shape
     group = q.shape[-2] // kv_heads
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
-    out = torch.zeros(q.shape, dtype=torch.float64)
+    out = torch.zeros(*q.shape[:-1], value_dim, dtype=torch.float64)
     lse = torch.full(q.shape[:-1], -math.inf, dtype=torch.float64)
     status = torch.zeros(num_slots, dtype=torch.int32)
 
@@ -86,7 +87,7 @@ def tree_attention(
             status[slot] |= int(Status.BAD_PAGE)
         page, rows = page[valid_page], rows[valid_page]
         k = torch.zeros(end, kv_heads, head_dim, dtype=torch.float64)
-        v = torch.zeros_like(k)
+        v = torch.zeros(end, kv_heads, value_dim, dtype=torch.float64)
         k[rows] = k_pool[page, rows % page_size].double() * k_scale
         v[rows] = v_pool[page, rows % page_size].double() * v_scale
         on_page = torch.zeros(end, dtype=torch.bool)

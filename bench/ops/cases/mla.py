@@ -1,0 +1,109 @@
+"""The case of mla_tree_attention: verification of a tree or chain after paged latent rows of 512 + 64 elements."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import specdec_kernels as sd
+from specdec_kernels.reference.mla import latent_rows
+
+from ..baselines import latent_attention
+from ..baselines.paged import PagedTrees
+from ..check import bytes_of, poisoned
+from ..harness import Case, Params, Work
+from .attention import ERRORS, FP8_SCALE, check_rows, workspace_of
+from .trees import mask_words, random_parents, visible_nodes
+
+LATENT, ROPE = 512, 64
+SCALE = (128 + ROPE) ** -0.5  # of DeepSeek's heads, unabsorbed
+TILE_ROWS = 64  # what tensor cores multiply at least
+
+
+def random_rows(shape: tuple[int, ...], rows: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a pool of latent rows in one of the three formats."""
+    if rows == "fp8":
+        return torch.randn(*shape, LATENT + ROPE, device=device).to(torch.float8_e4m3fn)
+    if rows == "656":
+        pool = torch.empty(*shape, 656, dtype=torch.uint8, device=device)
+        pool[..., :512] = torch.randn(*shape, 512, device=device).to(torch.float8_e4m3fn).view(torch.uint8)
+        pool[..., 512:528] = (0.5 + torch.rand(*shape, 4, device=device)).view(torch.uint8)
+        pool[..., 528:] = torch.randn(*shape, 64, device=device).bfloat16().view(torch.uint8)
+        return pool
+    return torch.randn(*shape, LATENT + ROPE, device=device, dtype=dtype)
+
+
+def mla_tree_attention(device: torch.device, p: Params) -> Work:
+    batch, nodes, heads, prefix, page_size = p["batch"], p["nodes"], p["heads"], p["prefix"], p["page_size"]
+    dtype = getattr(torch, p["dtype"])
+    pages_each = -(-(prefix + nodes) // page_size)
+    page_table = torch.randperm(batch * pages_each).view(batch, pages_each).int().to(device)
+    pool = random_rows((batch * pages_each, page_size), p["rows"], dtype, device)
+    keys = (latent_rows(pool).to(dtype) if p["rows"] == "656" else pool).unsqueeze(2)
+    parents = random_parents(batch, nodes) if p["mode"] == "tree" else [list(range(-1, nodes - 1))] * batch
+    tree = visible_nodes(parents)
+    x = PagedTrees(
+        q=torch.randn(batch, nodes, heads, LATENT + ROPE, device=device, dtype=dtype),
+        k_pool=keys,
+        v_pool=keys[..., :LATENT],
+        page_table=page_table,
+        prefix_lens=torch.full((batch,), prefix, dtype=torch.int32, device=device),
+        tree=tree.to(device),
+        mask=mask_words(tree).to(device),
+    )
+    out = poisoned(batch, nodes, heads, LATENT, dtype=dtype, device=device)
+    workspace = workspace_of(device, sd.mla_tree_attention_workspace(x.q, pool, page_table, max_kv_len=prefix + nodes))
+    options = {"scale": SCALE, "max_kv_len": prefix + nodes, "mask": x.mask if p["mode"] == "tree" else None}
+    if p["rows"] == "fp8":
+        options["kv_scale"] = FP8_SCALE
+    error = ERRORS[p["dtype"]]
+
+    def check(got: Tensor = out) -> None:
+        check_rows(x, x.tree, got, error, SCALE)
+
+    def check_chain(got: Tensor) -> None:
+        check_rows(x, torch.ones_like(x.tree).tril(), got, error, SCALE)
+
+    kv_rows = int(x.seq_lens.sum())
+    row_bytes = pool.shape[-1] * pool.element_size()
+    padded_rows = -(-nodes * heads // TILE_ROWS) * TILE_ROWS
+    return Work(
+        call=lambda: sd.mla_tree_attention(
+            x.q, pool, page_table, x.prefix_lens, out=out, workspace=workspace, **options
+        ),
+        check=check,
+        facts={"plan": sd.mla_tree_attention_plan(x.q, pool, page_table, max_kv_len=prefix + nodes)},
+        bytes_moved=kv_rows * row_bytes + bytes_of(x.q, out, x.prefix_lens, x.mask) + 4 * (kv_rows // page_size),
+        flops=2 * (2 * LATENT + ROPE) * padded_rows * kv_rows,
+        just_written=[x.q],
+        packages=latent_attention.mla_tree_attention(x, SCALE, check, check_chain),
+    )
+
+
+CASES = [
+    Case(
+        "mla_tree_attention",
+        # Chains, other pages and 8-bit rows only on request.
+        grid={
+            "prefix": (4096, 32768),
+            "batch": (1, 16, 64),
+            "heads": (16, 20, 128),
+            "nodes": (1, 4, 16, 32),
+            "mode": ("tree",),
+            "page_size": (64,),
+            "rows": ("same",),
+            "dtype": ("bfloat16",),
+        },
+        cpu_grid={
+            "prefix": (64, 512),
+            "batch": (1, 4),
+            "heads": (4, 16),
+            "nodes": (4, 16),
+            "mode": ("tree",),
+            "page_size": (16,),
+            "rows": ("same", "fp8", "656"),
+            "dtype": ("float32", "bfloat16"),
+        },
+        make=mla_tree_attention,
+    )
+]

@@ -1,0 +1,126 @@
+// Choose, name and check the plans of mla_tree_attention (plan.h). The rules are in plan_sm80.cpp.
+#include "mla/plan.h"
+
+#include <algorithm>
+#include <charconv>
+#include <string_view>
+
+#include "mla/plan_rules.h"
+
+namespace specdec::mla {
+namespace {
+
+constexpr int kMaxSplits = 128;
+
+std::string kernel_name(Kernel kernel, int tile_rows) {
+  return kernel == Kernel::kPlain ? "plain" : "sm80.mma." + std::to_string(tile_rows);
+}
+
+// Return "plain, sm80.mma.16, ...": every kernel with every row tile.
+std::string all_kernel_names() {
+  std::string names = "plain";
+  for (const KernelVariant& variant : kernel_variants()) {
+    const std::string name = ", " + kernel_name(variant.kernel, variant.tile_rows);
+    if ((names + ",").find(name + ",") == std::string::npos) names += name;
+  }
+  return names;
+}
+
+PlanOptions parse_plan_name(const Check& check, const std::string& name) {
+  PlanOptions options;
+  if (name == "plain") {
+    options.kernel = Kernel::kPlain;
+    return options;
+  }
+  std::string_view rest;
+  for (const KernelVariant& variant : kernel_variants()) {
+    const std::string known = kernel_name(variant.kernel, variant.tile_rows);
+    if (name != known && name.compare(0, known.size() + 1, known + ".") != 0) continue;
+    options.kernel = variant.kernel;
+    options.tile_rows = variant.tile_rows;
+    rest = std::string_view(name).substr(known.size());
+    break;
+  }
+  check.that(options.kernel.has_value(), "plan", "is " + name,
+             "one of " + all_kernel_names() + ", optionally followed by .splits<number>");
+  constexpr std::string_view kSplits = ".splits";
+  if (rest.empty()) return options;
+  int number = 0;
+  bool good = rest.substr(0, kSplits.size()) == kSplits;
+  if (good) {
+    const std::string_view digits = rest.substr(kSplits.size());
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+    good = error == std::errc() && end == digits.data() + digits.size();
+  }
+  check.that(good, "plan", "is " + name, "options of splits<number>");
+  options.splits = number;
+  return options;
+}
+
+bool can_use_tensor_cores(const MlaShape& shape, const Device& device) {
+  return shape.tensor_cores && largest_tile_sm80(device) > 0;
+}
+
+// Throw unless a forced plan can run.
+void check_plan(const Check& check, const std::string& name, const MlaPlan& plan, const MlaShape& shape,
+                const Device& device) {
+  const auto that = [&](bool ok, const std::string& expected) { check.that(ok, "plan", "is " + name, expected); };
+  that(can_use_tensor_cores(shape, device), "plain where tensor cores cannot be used");
+  that(plan.tile_rows <= largest_tile_sm80(device),
+       "a row tile of at most " + std::to_string(largest_tile_sm80(device)) + " on this device");
+  that(plan.splits >= 1 && plan.splits <= kMaxSplits, "1 to 128 splits");
+}
+
+}  // namespace
+
+void set_splits(MlaPlan& plan, const MlaShape& shape, int64_t max_kv_len, int64_t blocks, const PlanOptions& forced) {
+  const auto up = [](int64_t x, int64_t y) { return (x + y - 1) / y; };
+  if (shape.fixed_split) {
+    plan.splits = static_cast<int>(std::clamp<int64_t>(up(max_kv_len, shape.fixed_split), 1, INT32_MAX));
+    return;
+  }
+  const int64_t wanted = blocks / std::max<int64_t>(shape.row_tiles(plan.tile_rows), 1);
+  plan.splits = forced.splits.value_or(
+      static_cast<int>(std::clamp<int64_t>(std::min(wanted, up(max_kv_len, kMinSplitTokens)), 1, kMaxSplits)));
+}
+
+MlaPlan plan_mla(const Check& check, const MlaShape& shape, int64_t max_kv_len, const Device& device,
+                 const std::optional<std::string>& name) {
+  const PlanOptions forced = name ? parse_plan_name(check, *name) : PlanOptions{};
+  if (forced.kernel == Kernel::kPlain || (!name && !can_use_tensor_cores(shape, device))) return {};
+  check.that(!forced.splits || !shape.fixed_split, "plan", {"is ", name ? *name : ""},
+             "one without splits with fixed_split");
+  const MlaPlan plan = plan_sm80(shape, max_kv_len, device, forced);
+  if (name) check_plan(check, *name, plan, shape, device);
+  return plan;
+}
+
+std::string to_string(const MlaPlan& plan) {
+  std::string name = kernel_name(plan.kernel, plan.tile_rows);
+  return plan.kernel == Kernel::kPlain ? name : name + ".splits" + std::to_string(plan.splits);
+}
+
+int64_t workspace_bytes(const MlaPlan& plan, const MlaShape& shape) {
+  if (plan.splits == 1) return 0;
+  const int64_t tiles = shape.row_tiles(plan.tile_rows);
+  return tiles * (8 + plan.splits * partial_floats(plan.tile_rows, shape.latent_dim) * 4);
+}
+
+const std::vector<KernelVariant>& kernel_variants() {
+  static const std::vector<KernelVariant> variants = [] {
+    std::vector<KernelVariant> all;
+    for (const int tile_rows : {16, 32, 64})
+      for (const RowFormat format : {RowFormat::kAsQueries, RowFormat::kFloat8, RowFormat::k656Bytes})
+        all.push_back({Kernel::kMma, tile_rows, 32, format});
+    return all;
+  }();
+  return variants;
+}
+
+std::string to_string(const KernelVariant& variant) {
+  return kernel_name(variant.kernel, variant.tile_rows) + (variant.format == RowFormat::kFloat8     ? ".fp8"
+                                                           : variant.format == RowFormat::k656Bytes ? ".656"
+                                                                                                    : "");
+}
+
+}  // namespace specdec::mla
