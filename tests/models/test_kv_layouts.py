@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec_kernels.models.kv_pools import KeyValueLayout, KvPools
+from specdec_kernels.models.kv_pools import KeyValueLayout, KvPools, LatentLayout
 from specdec_kernels.models.layers.paged_batch import PagedBatch
-from support.latent_kv import LatentLayout
 
 CPU = torch.device("cpu")
-LATENT = LatentLayout(rank=24, rope=8)
+LATENT = LatentLayout(latent_dim=32, rope_dim=16)
+ROW = LATENT.latent_dim + LATENT.rope_dim
 PAGE_SIZE = 4
 PATH = [0, 2, 3]  # of a tree with nodes 0, 0-1, 0-2, 2-3
 MASK = [0b0001, 0b0011, 0b0101, 0b1101]
@@ -27,30 +27,30 @@ def pools_with_latent_layers() -> KvPools:
 
 def plain_attention(q: Tensor, rows: Tensor, scale: float) -> Tensor:
     """Attention of queries [heads, dim] over all rows [n, dim], with values from the latent part."""
-    return (q @ rows.t() * scale).softmax(-1) @ rows[:, : LATENT.rank]
+    return (q @ rows.t() * scale).softmax(-1) @ rows[:, : LATENT.latent_dim]
 
 
 def test_pools_of_latent_layers_have_one_row_for_each_token() -> None:
     pools = pools_with_latent_layers()
     assert [(group.layers, [list(pool.shape) for pool in group.pools]) for group in pools.groups] == [
-        ((0, 2), [[2, 8, PAGE_SIZE, 1, 32]]),
+        ((0, 2), [[2, 8, PAGE_SIZE, 1, ROW]]),
         ((1,), [[1, 8, PAGE_SIZE, 2, 64], [1, 8, PAGE_SIZE, 2, 64]]),
     ]
     assert [kv.scales for kv in pools.layers] == [(1.0,), (1.0, 1.0), (1.0,)]
-    assert pools.num_bytes == 8 * PAGE_SIZE * (2 * 32 + 2 * 2 * 64) * 4 == pools.bytes_with(8)
+    assert pools.num_bytes == 8 * PAGE_SIZE * (2 * ROW + 2 * 2 * 64) * 4 == pools.bytes_with(8)
     assert pools.with_pages(3).groups[0].named_pools["latent"].shape[1] == 3
 
 
 def test_latent_layer_writes_attends_and_moves_accepted_paths() -> None:
     torch.manual_seed(0)
     pools, table, slot = pools_with_latent_layers(), ints(5, 2, 7, 0)[None], ints(0)
-    prompt, tree = torch.randn(1, 6, 1, 32), torch.randn(1, 4, 1, 32)
+    prompt, tree = torch.randn(1, 6, 1, ROW), torch.randn(1, 4, 1, ROW)
     batch = PagedBatch(slot, table, prefix_lens=ints(0), tail_len=6)
     drafted = batch._replace(prefix_lens=ints(6), tail_len=4, mask=torch.tensor(MASK)[None, :, None])
     for kv in pools.layers[::2]:
         batch.write(kv, prompt)
         drafted.write(kv, tree)
-    q, options = torch.randn(1, 4, 3, 32), {"scale": 0.2, "window": None, "soft_cap": None, "sinks": None}
+    q, options = torch.randn(1, 4, 3, ROW), {"scale": 0.2, "window": None, "soft_cap": None, "sinks": None}
     kv = pools.layers[2]
     out = drafted.attend(q, kv, **options)
     for node, bits in enumerate(MASK):
@@ -59,12 +59,25 @@ def test_latent_layer_writes_attends_and_moves_accepted_paths() -> None:
 
     pools.move(table, ints(*PATH)[None], ints(3), ints(6), slots=slot, status=ints(0))
     want = torch.cat([prompt[0, :, 0], tree[0, PATH, 0]])
-    assert torch.equal(LATENT.rows(kv.pools[0], table, 0, 9), want)
+    assert torch.equal(kv.pools[0][table[0].long()].flatten(0, 1)[:9, 0], want)
     # A pass over the next token sees the accepted path as if it had been prefilled.
     after = batch._replace(prefix_lens=ints(9), tail_len=1)
-    after.write(kv, last := torch.randn(1, 1, 1, 32))
+    after.write(kv, last := torch.randn(1, 1, 1, ROW))
     got = after.attend(q[:, :1], kv, **options)[0, 0]
     torch.testing.assert_close(got, plain_attention(q[0, 0], torch.cat([want, last[0, :, 0]]), 0.2))
+
+
+def test_rows_of_8_bits_are_those_of_their_values() -> None:
+    """Attention over FP8 rows is attention over what they hold, times their scale."""
+    torch.manual_seed(0)
+    [kv] = KvPools.allocate([LATENT], 8, PAGE_SIZE, torch.float8_e4m3fn, CPU, [(0.25,)]).layers
+    table, rows = ints(5, 2, 7, 0)[None], torch.randn(1, 9, 1, ROW)
+    batch = PagedBatch(ints(0), table, prefix_lens=ints(0), tail_len=9)
+    batch.write(kv, rows)
+    held = (rows[0, :, 0] / 0.25).to(torch.float8_e4m3fn).float() * 0.25
+    q = torch.randn(1, 1, 3, ROW)
+    out = batch.attend(q, kv, scale=0.2, window=None, soft_cap=None, sinks=None)
+    torch.testing.assert_close(out[0, 0], plain_attention(q[0, 0], held, 0.2))
 
 
 def test_latent_rows_are_transferred_by_the_names_of_their_pools() -> None:

@@ -104,6 +104,7 @@ NAMES = {
     "modelopt": ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
     "older llm-compressor": ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
 }
+LAYOUTS = [KeyValueLayout(2, 64, 64)] * 4
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
@@ -140,10 +141,10 @@ def test_scales_of_checkpoints(exporter: str, folder: Path, tmp_path: Path) -> N
 def test_one_scale_for_keys_and_values(folder: Path, tmp_path: Path) -> None:
     scales = {f"model.layers.{i}.self_attn.kv_scale": number(2.0 + i) for i in range(4)}
     source = with_scales(folder, tmp_path / "scaled", scales)
-    assert checkpoint_scales(source, 4, "model") == [KvScales(2.0 + i, 2.0 + i) for i in range(4)]
-    assert checkpoint_scales(folder, 4, "model") is None
+    assert checkpoint_scales(source, LAYOUTS, "model") == [KvScales(2.0 + i, 2.0 + i) for i in range(4)]
+    assert checkpoint_scales(folder, LAYOUTS, "model") is None
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert checkpoint_scales(module, 4, "model") is None
+    assert checkpoint_scales(module, LAYOUTS, "model") is None
 
 
 @pytest.mark.parametrize(

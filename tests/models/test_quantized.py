@@ -38,6 +38,8 @@ from specdec_kernels.models.weights.model_config import FP8_EXPERTS
 from specdec_kernels.models.weights.quantized_loading import of_any_expert
 from support.hybrid_cases import DELTA, MAMBA
 from support.hybrid_cases import EXPERTS as HYBRID_EXPERTS
+from support.latent_cases import LATENT
+from support.latent_cases import SIZES as LATENT_SIZES
 from support.quantized_checkpoints import (
     BLOCKS,
     EXPERTS,
@@ -79,6 +81,7 @@ MOVED = {
         *(("awq", "qwen3_moe"), ("gptq", "mixtral"), ("packed", "glm4_moe")),
         *(("awq", "qwen3_next"), ("gptq", "bamba"), ("fp8 weights alone", "lfm2")),
         *(("awq", "glm"), ("fp8 weights alone", "cohere")),  # whose heads' numbers are moved
+        ("fp8 weights alone", "deepseek_v3"),
     ],
 )
 def test_greedy_text_is_that_of_the_dequantized_model(
@@ -88,6 +91,7 @@ def test_greedy_text_is_that_of_the_dequantized_model(
         "qwen3_moe": EXPERTS, "cohere": {"hidden_size": 256}, "glm": MOVED, "qwen3_next": HYBRID,
         "bamba": {"attn_layer_indices": [1], "head_dim": 64, "hidden_size": 256} | MAMBA | {"mamba_n_heads": 32},
         "lfm2": {"layer_types": ["conv", "full_attention"], "hidden_size": 256},
+        "deepseek_v3": LATENT_SIZES | LATENT["deepseek_v3"][1],
     }  # fmt: skip
     folder, twin = write_model(tmp_path, name, model_type, **changes.get(model_type, {}))
     reference = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32).eval()
@@ -165,6 +169,8 @@ def test_families_round_what_enters_their_experts(model_type: str, tmp_path: Pat
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 256, "head_dim": 64, "layer_types": None}
     if model_type in ("qwen3_next", "qwen3_5_moe_text"):
         sizes |= HYBRID
+    if model_type in LATENT:
+        sizes = LATENT_SIZES | LATENT[model_type][1]
     folder, _ = write_model(tmp_path, "fp8 rows", model_type, **sizes)
     parts = [layer.feed_forward for layer in engine_of(folder, device="cpu").target.decoder.layers]
     assert {part.experts.activations for part in parts if isinstance(part, MoE)} == {"token"}

@@ -168,7 +168,7 @@ def write_model(folder: Path, name: str, model_type: str = "llama", **changes: A
     quantised, means = {}, {}
     for key, tensor in load_file(twin / "model.safetensors").items():
         means[key] = quantised[key] = tensor
-        if re.search(r"(_proj|\.w[123])\.weight$", key):
+        if re.search(r"(_proj|_with_mqa|\.w[123])\.weight$", key):
             written = write(tensor)
             del quantised[key]
             quantised |= {key.removesuffix("weight") + part: t.contiguous() for part, t in written.tensors.items()}

@@ -129,7 +129,9 @@ MORE: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},
-    "kimi_linear": {"num_key_value_heads": 4},
+    "kimi_linear": {
+        "num_key_value_heads": 4, "num_experts_per_token": 2, "linear_num_heads": 4, "linear_head_dim": 16,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "ministral": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -273,7 +275,9 @@ def published(name: str, model_type: str) -> str:
 
 # Native families: head dimensions of our kernels.
 NATIVE = {"hidden_size": 256, "head_dim": 64}
+ROWS = {"qk_rope_head_dim": 16, "head_dim": 16}  # of `mla_tree_attention`
 NATIVE_OF = {  # and of these types
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "minicpm3", "youtu"), ROWS),
     "bamba": {"mamba_n_heads": 32},
     "granitemoehybrid": {"mamba_n_heads": 32},
     "zamba2": {"mamba_headdim": 64, "attention_hidden_size": 512, "attention_head_dim": 128, "head_dim": 128},

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import move_kv, rope_qkv_write_kv, tree_attention, write_kv
+from ..ops import mla_tree_attention, move_kv, rope_qkv_write_kv, tree_attention, write_kv
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,21 @@ class KvLayout(ABC):
         """Scales of 1 for each pool."""
         return (1.0,) * len(self.row_shapes)
 
+    @property
+    def scale_names(self) -> tuple[str, ...]:
+        """What checkpoints with FP8 KV call each pool's scale: "k" or "v"."""
+        return tuple(self.row_shapes)
+
     @abstractmethod
     def write(self, kv: LayerKv, rows: Sequence[Tensor], **batch: Any) -> None:
         """Write rows [B, Q, heads, dim] or [M, heads, dim], one tensor for each pool, to a layer's pools."""
 
     @abstractmethod
     def attend(self, q: Tensor, kv: LayerKv, **batch: Any) -> Tensor:
-        """Return the attention output of queries [B, Q, heads, dim] or [M, heads, dim] over a layer's pools."""
+        """Return the attention output of queries [B, Q, heads, dim] or [M, heads, dim] over a layer's pools.
+
+        Its rows are as wide as values.
+        """
 
     @abstractmethod
     def move(
@@ -105,6 +113,60 @@ class KeyValueLayout(KvLayout):
     ) -> None:
         k_pools, v_pools = pools
         move_kv(k_pools, v_pools, page_table, path, num_valid, prefix_lens, slots=slots, status=status)
+
+
+@dataclass(frozen=True)
+class LatentLayout(KvLayout):
+    """A row for each token that all heads share, as multi-head latent attention keeps it.
+
+    Its first `latent_dim` elements are keys and values in one, the others are rotated and part of the keys alone.
+    """
+
+    latent_dim: int
+    rope_dim: int
+    window: int | None = None
+
+    @property
+    def row_shapes(self) -> Mapping[str, tuple[int, int]]:
+        return {"latent": (1, self.latent_dim + self.rope_dim)}
+
+    @property
+    def scale_names(self) -> tuple[str, ...]:
+        return ("k",)
+
+    def write(self, kv: LayerKv, rows: Sequence[Tensor], **batch: Any) -> None:
+        (scale,) = kv.scales
+        write_kv(*halves(rows[0]), *halves(kv.pools[0]), k_scale=scale, v_scale=scale, **batch)
+
+    def attend(self, q: Tensor, kv: LayerKv, *, soft_cap: float | None = None, **batch: Any) -> Tensor:
+        assert soft_cap is None  # no such model caps its scores
+        pool, scale = kv.pools[0].squeeze(2), kv.scales[0]
+        out: Tensor = mla_tree_attention(q, pool, latent_dim=self.latent_dim, kv_scale=scale, **batch)
+        return out
+
+    def move(
+        self,
+        pools: Sequence[Tensor],
+        page_table: Tensor,
+        path: Tensor,
+        num_valid: Tensor,
+        prefix_lens: Tensor,
+        *,
+        slots: Tensor,
+        status: Tensor,
+    ) -> None:
+        move_kv(*halves(pools[0]), page_table, path, num_valid, prefix_lens, slots=slots, status=status)
+
+
+def has_latent_kernels(device: torch.device) -> bool:
+    """Return whether latent layouts run on a device: on GPUs not until the kernels of their op have run there."""
+    return device.type == "cpu"
+
+
+def halves(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both halves of rows [..., dim], for ops that take keys and values."""
+    left, right = rows.chunk(2, dim=-1)
+    return left, right
 
 
 class KvScales(NamedTuple):

@@ -152,7 +152,7 @@ class PagedModel:
         kv_dtype, device = options.kv_dtype or dtype, self.embedding.weight.device
         scales: Sequence[tuple[float, ...]] | None = None
         if kv_dtype != dtype:
-            scales = checkpoint_scales(source, len(layouts), options.name)
+            scales = checkpoint_scales(source, layouts, options.name)
             if scales is None:
                 self._hold(KvPools.allocate(layouts, -(-MEASURED_ROWS // page_size), page_size, dtype, device))
                 scales = self._measured_scales()

@@ -3,6 +3,7 @@
 from .afmoe import Afmoe
 from .apertus import Apertus
 from .arcee import Arcee
+from .axk1 import AXK1
 from .bamba import Bamba
 from .base import (
     Decoder,
@@ -23,6 +24,8 @@ from .codegen import CodeGen
 from .cohere import Cohere
 from .cohere2 import Cohere2
 from .cwm import Cwm
+from .deepseek_v2 import DeepseekV2
+from .deepseek_v3 import DeepseekV3
 from .dots1 import Dots1
 from .ernie4_5 import Ernie45
 from .ernie4_5_moe import Ernie45Moe
@@ -37,6 +40,7 @@ from .gemma3 import Gemma3
 from .glm import Glm
 from .glm4 import Glm4
 from .glm4_moe import Glm4Moe
+from .glm4_moe_lite import Glm4MoeLite
 from .gpt_neo import GptNeo
 from .gpt_neox import GptNeoX
 from .gpt_oss import GptOss
@@ -53,11 +57,13 @@ from .hyperclovax import HyperClovaX
 from .internlm3 import InternLM3
 from .iquestcoder import IQuestCoder
 from .jais2 import Jais2
+from .kimi_linear import KimiLinear
 from .lfm2 import Lfm2
 from .lfm2_moe import Lfm2Moe
 from .llama import Llama
 from .mellum import Mellum
 from .mimo import MiMo
+from .minicpm3 import MiniCPM3
 from .minimax_m2 import MiniMaxM2
 from .ministral import Ministral
 from .ministral3 import Ministral3
@@ -88,9 +94,11 @@ from .solar_open import SolarOpen
 from .stablelm import StableLm
 from .starcoder2 import Starcoder2
 from .vaultgemma import VaultGemma
+from .youtu import Youtu
 from .zamba2 import Zamba2
 
 __all__ = [
+    "AXK1",
     "Afmoe",
     "Apertus",
     "Arcee",
@@ -100,6 +108,8 @@ __all__ = [
     "Cohere2",
     "Cwm",
     "Decoder",
+    "DeepseekV2",
+    "DeepseekV3",
     "Dots1",
     "Ernie45",
     "Ernie45Moe",
@@ -115,6 +125,7 @@ __all__ = [
     "Glm",
     "Glm4",
     "Glm4Moe",
+    "Glm4MoeLite",
     "GptJ",
     "GptNeo",
     "GptNeoX",
@@ -131,11 +142,13 @@ __all__ = [
     "IQuestCoder",
     "InternLM3",
     "Jais2",
+    "KimiLinear",
     "Lfm2",
     "Lfm2Moe",
     "Llama",
     "Mellum",
     "MiMo",
+    "MiniCPM3",
     "MiniMaxM2",
     "Ministral",
     "Ministral3",
@@ -166,6 +179,7 @@ __all__ = [
     "StableLm",
     "Starcoder2",
     "VaultGemma",
+    "Youtu",
     "Zamba2",
     "check_length",
     "family_of",

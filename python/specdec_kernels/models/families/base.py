@@ -28,20 +28,33 @@ def head_dim_of(config: Any) -> int:
     return largest(config, "head_dim") or config.hidden_size // config.num_attention_heads
 
 
+def latent_row_of(config: Any) -> int | None:
+    """Return the elements of a layer's latent KV row; None: layers keep keys and values."""
+    kind = _FAMILIES.get(config.model_type)
+    return None if kind is None else kind(config).latent_row
+
+
 def pool_dim_of(config: Any) -> int:
-    """Return the head dimension of KV pools: the next that our kernels have; the head's own if there is none."""
-    return pool_dim(head_dim_of(config))
+    """Return the elements of a head in KV pools.
+
+    That is the next dimension that our kernels have, the head's own if there is none, or a latent row.
+    """
+    return latent_row_of(config) or pool_dim(head_dim_of(config))
 
 
 def kv_heads_of(config: Any) -> int:
+    """Return the KV heads of a layer; 1 for latent rows, which all heads share."""
+    if latent_row_of(config):
+        return 1
     heads = largest(config, "num_key_value_heads") or largest(config, "num_attention_heads")
     assert heads is not None
     return heads
 
 
 def kv_numbers(config: Any, num_layers: int) -> int:
-    """Return the elements of a KV row: keys and values of `num_layers` layers."""
-    return 2 * num_layers * kv_heads_of(config) * pool_dim_of(config)
+    """Return the elements of a KV row of `num_layers` layers: keys and values, or latent rows."""
+    num_pools = 1 if latent_row_of(config) else 2
+    return num_pools * num_layers * kv_heads_of(config) * pool_dim_of(config)
 
 
 def position_limit(config: Any) -> int | None:
@@ -120,6 +133,12 @@ class Family:
     def state_specs(self, dtype: torch.dtype) -> list[StateSpec]:
         """Return what each layer with a recurrent state keeps, for weights of this dtype."""
         return []
+
+    @property
+    def latent_row(self) -> int | None:
+        """Return the elements of a layer's latent KV row; None: layers keep keys and values."""
+        rank: int | None = getattr(self.config, "kv_lora_rank", None)  # of a draft head with any type's config, too
+        return None if rank is None else rank + self.config.qk_rope_head_dim
 
     @property
     def num_kv_layers(self) -> int:

@@ -53,7 +53,7 @@ class HeadLayout:
     """
 
     def __init__(self, dim: int, rope: Rope) -> None:
-        self.dim, self.size = dim, pool_dim(dim)
+        self.dim, self.size, self.rope = dim, pool_dim(dim), rope
         positions, pairs = rope.cos.shape
         half = self.size // 2
         self.rotations = rope.cos.new_zeros(positions, self.size)

@@ -80,6 +80,30 @@ class SoftmaxRouter(Router):
 
 
 @dataclass(frozen=True)
+class GroupedSoftmaxRouter(Router):
+    """Top-k of a softmax over experts, from the groups with the best expert each.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.2.2.
+    """
+
+    weight: Tensor  # [experts, H], multiplied in float32
+    top_k: int
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float
+
+    def __call__(self, x: Tensor) -> Routing:
+        scores = functional.linear(x.float(), self.weight.float()).softmax(-1)
+        if self.topk_group < self.n_group:
+            grouped = scores.view(len(x), self.n_group, -1)
+            best = grouped.amax(-1).topk(self.topk_group).indices
+            chosen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+            scores = grouped.masked_fill(~chosen[..., None], 0).flatten(1)
+        weights, experts = scores.topk(self.top_k)
+        return routing_of(experts, weights * self.routed_scaling_factor, len(self.weight))
+
+
+@dataclass(frozen=True)
 class SigmoidRouter(Router):
     """Top-k by sigmoid scores plus a correction bias, from the best groups of experts.
 

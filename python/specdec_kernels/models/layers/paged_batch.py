@@ -128,7 +128,7 @@ class PagedBatch(NamedTuple):
         soft_cap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Return the attention output of queries over a layer's KV, of q's shape.
+        """Return the attention output of queries over a layer's KV: of q's shape, with rows as wide as values.
 
         Args:
             q: [B, Q, heads, head_dim] or [M, heads, head_dim].

@@ -201,10 +201,7 @@ class GatedDeltaNet(RecurrentMixer):
 
 @dataclass
 class KimiDeltaAttention(RecurrentMixer):
-    """Kimi Delta Attention (arXiv 2510.26692): a gated delta rule with a decay for each channel of a key.
-
-    No family has it yet: the attention of Kimi-Linear's other layers is latent.
-    """
+    """Kimi Delta Attention (arXiv 2510.26692): a gated delta rule with a decay for each channel of a key."""
 
     in_proj: Linear  # [3 * heads * dim, H]: queries, keys, values
     gates_proj: Linear  # [2 * dim + heads, H]: what decays and gates are made of, logits of beta

@@ -31,6 +31,8 @@ class Rope(NamedTuple):
         ):
             positions = positions.expand(3, 1, -1)  # one for each axis, equal for text
         tables = rotary.to(device)(torch.empty(0, dtype=torch.float32, device=device), positions, *kind)
+        if isinstance(tables, Tensor):  # complex numbers
+            tables = tables.real, tables.imag
         tables = tuple(table.flatten(0, -3) for table in tables)  # some have a row for each axis, equal for text
         # Most modules give each angle twice: next to each other, or half a table apart.
         pairs = len(rotary.inv_freq) if hasattr(rotary, "inv_freq") else tables[0].shape[-1] // 2
@@ -38,10 +40,25 @@ class Rope(NamedTuple):
         cos, sin = (table[0, :, 0::2] if twice else table[0, :, :pairs] for table in tables)
         return cls(cos, sin, interleaved)
 
+    @property
+    def table(self) -> Tensor:
+        """The cosines of each position and then its sines, [num_positions, 2 * pairs]."""
+        return torch.cat([self.cos, self.sin], dim=-1)
+
     @classmethod
     def none(cls, device: torch.device) -> Rope:
         """Return the table of a layer without rotation."""
         return cls(torch.empty(1, 0, device=device), torch.empty(1, 0, device=device))
+
+
+def rotate(x: Tensor, rotations: Tensor, *, interleaved: bool) -> Tensor:
+    """Return x [..., dim] rotated by cosines and then sines [..., dim] float32.
+
+    Pairs are elements i and i + dim / 2, or neighbors; the result has them at i and i + dim / 2 in either case.
+    """
+    cos, sin = rotations.chunk(2, dim=-1)
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def constant_len(config: Any) -> int | None:

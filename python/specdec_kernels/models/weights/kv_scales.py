@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ..kv_pools import KvScales
+from ..kv_pools import KvLayout
 from .checkpoint import load_tensors, local_folder
 
 FP8 = torch.float8_e4m3fn
@@ -38,8 +39,10 @@ def kv_dtype_of(kv_dtype: str | torch.dtype | None, dtype: torch.dtype) -> torch
     return FP8
 
 
-def checkpoint_scales(model: str | Path | nn.Module, num_layers: int, name: str) -> list[KvScales] | None:
-    """Return each layer's scales in a folder or hub id; None: it has none, or the model is a module.
+def checkpoint_scales(
+    model: str | Path | nn.Module, layouts: Sequence[KvLayout], name: str
+) -> list[tuple[float, ...]] | None:
+    """Return the scales of each layer's pools in a folder or hub id; None: it has none, or the model is a module.
 
     Raises:
         ValueError: some layers have scales and others do not, or a scale that is no positive number.
@@ -47,20 +50,22 @@ def checkpoint_scales(model: str | Path | nn.Module, num_layers: int, name: str)
     if isinstance(model, nn.Module):
         return None
     folder = local_folder(model, name)
-    scales: list[dict[str, float]] = [{} for _ in range(num_layers)]
+    scales: list[dict[str, float]] = [{} for _ in layouts]
     for tensor, value in load_tensors(folder, SCALE_NAME.fullmatch).items():
         match = SCALE_NAME.fullmatch(tensor)
         assert match is not None
         if value.numel() != 1 or not 0 < float(value) < math.inf:
             raise ValueError(f"{name}: {folder} has {tensor} {value.tolist()}, expected one number above 0")
-        if int(match[1]) < num_layers:
+        if int(match[1]) < len(layouts):
             scales[int(match[1])] |= dict.fromkeys(match[2] or match[3], float(value))
     if not any(scales):
         return None
-    for layer, of_layer in enumerate(scales):
-        if lacking := {"k", "v"} - of_layer.keys():
+    for layer, (layout, of_layer) in enumerate(zip(layouts, scales, strict=True)):
+        if lacking := set(layout.scale_names) - of_layer.keys():
             raise ValueError(f"{name}: {folder} has no {min(lacking)}_scale in layer {layer}, expected one in each")
-    return [KvScales(**of_layer) for of_layer in scales]
+    return [
+        tuple(of_layer[scale] for scale in layout.scale_names) for layout, of_layer in zip(layouts, scales, strict=True)
+    ]
 
 
 def measured_scale(elements: Tensor) -> float:

@@ -171,9 +171,9 @@ def check_kv_scales(weights: Mapping[str, Tensor], pools: KvPools, name: str) ->
         if match is None or int(match[1]) >= len(layers):
             continue
         layer = layers[int(match[1])]
-        scales = dict(zip(layer.layout.row_shapes, layer.scales, strict=True))
+        scales = dict(zip(layer.layout.scale_names, layer.scales, strict=True))
         for part in match[2] or match[3]:
-            if float(tensor) != (scale := scales[part]):
+            if part in scales and float(tensor) != (scale := scales[part]):
                 raise ValueError(f"{name} has {key} {float(tensor)}, expected {scale} (scales of KV stay)")
 
 

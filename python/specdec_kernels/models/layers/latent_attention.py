@@ -1,0 +1,90 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over paged latent rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..kv_pools import LatentLayout, LayerKv
+from .linear import Linear
+from .norm import RMSNorm
+from .paged_batch import PagedBatch
+from .rope import rotate
+
+
+@dataclass
+class LatentAttention:
+    """Attention to latent rows in the absorbed form: no key and no value of a head is ever computed.
+
+    The key of a head is `key_up` of the latent part of a row, next to the row's rotated part, and its value is
+    `value_up` of the latent part. So queries are multiplied by `key_up`, scores are products with whole rows, and sums
+    of latent parts are multiplied by `value_up`.
+
+    `attach_caches` sets `cache` once the model has its pools.
+    """
+
+    qkv: Linear  # [queries + latent + rope, in]; queries: those of all heads, or what `q_up` makes them of
+    out: Linear
+    key_up: Tensor  # [heads, nope, latent]
+    value_up: Tensor  # [heads, latent, v]
+    kv_norm: RMSNorm  # of the latent part
+    rotations: Tensor | None  # [num_positions, rope] float32, cosines and then sines; None: nothing is rotated
+    interleaved: bool  # rotated pairs are neighbors
+    layout: LatentLayout
+    scale: float
+    q_norm: RMSNorm | None = None
+    q_up: Linear | None = None  # [heads * (nope + rope), queries]
+    cache: LayerKv = field(init=False)
+
+    @property
+    def cache_spec(self) -> LatentLayout:
+        return self.layout
+
+    def write_cache(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
+        """Write the latent rows of normalized x [T, in] at positions [B, Q] or [M].
+
+        Returns:
+            What queries are made of [T, queries].
+        """
+        projected = self.qkv(x)
+        sizes = self.layout.latent_dim, self.layout.rope_dim
+        queries, latent, rope = torch.split(projected, [projected.shape[-1] - sum(sizes), *sizes], dim=-1)
+        rows = torch.cat([self.kv_norm(latent), self._rotate(rope, positions)], dim=-1)
+        batch.write(self.cache, rows.view(*positions.shape, 1, -1))
+        return queries
+
+    def __call__(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
+        """Return the attention output [T, heads * v] for x [T, in], before the projection `out`."""
+        queries = self.absorb(self.write_cache(x, positions, batch), positions)
+        mixed = batch.attend(
+            queries.view(*positions.shape, *queries.shape[1:]),
+            self.cache,
+            scale=self.scale,
+            window=self.layout.window,
+            soft_cap=None,
+            sinks=None,
+        ).view(*queries.shape[:2], -1)
+        values = mixed.new_empty(*queries.shape[:2], self.value_up.shape[2])
+        torch.bmm(mixed.transpose(0, 1), self.value_up, out=values.transpose(0, 1))
+        return values.flatten(1)
+
+    def absorb(self, queries: Tensor, positions: Tensor) -> Tensor:
+        """Return queries of latent rows [T, heads, latent + rope], from what `write_cache` returns."""
+        if self.q_up is not None:
+            assert self.q_norm is not None
+            queries = self.q_up(self.q_norm(queries))
+        (heads, nope, latent), rope = self.key_up.shape, self.layout.rope_dim
+        plain, rotated = torch.split(queries.view(len(queries), heads, -1), [nope, rope], dim=-1)
+        absorbed = queries.new_empty(len(queries), heads, latent + rope)
+        torch.bmm(plain.transpose(0, 1), self.key_up, out=absorbed[..., :latent].transpose(0, 1))
+        absorbed[..., latent:] = self._rotate(rotated, positions)
+        return absorbed
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return [T, ..., rope] rotated as its positions say; queries and keys change the order of elements alike."""
+        if self.rotations is None:
+            return x
+        table = self.rotations[positions.flatten().clamp(0, len(self.rotations) - 1)]
+        return rotate(x, table.view(len(x), *[1] * (x.dim() - 2), -1), interleaved=self.interleaved)
