@@ -22,7 +22,7 @@ from specdec_kernels.synthetic.shapes import shape_config
 from support.exhaustive import exhaustive, thinned
 from support.hybrid_cases import DELTA
 from support.hybrid_cases import EXPERTS as HYBRID_EXPERTS
-from support.mtp_checkpoints import CASES, Reference, write_nemotron_with_mtp, write_target_with_mtp
+from support.mtp_checkpoints import CASES, LATENT, Reference, write_nemotron_with_mtp, write_target_with_mtp
 from support.quantized_checkpoints import FORMATS
 from support.random_checkpoints import EXPERTS, random_prompts
 from support.recorded_chains import record_chains
@@ -35,8 +35,10 @@ TREE: dict[str, Any] = {"num_steps": 3, "topk": 3, "num_nodes": 10}
 
 
 def make_engine(target: Path, draft: Draft | None, **options: Any) -> Engine:
-    defaults: dict[str, Any] = {"adaptive": False, "max_len": 128, "num_slots": 2, "page_size": 4}
-    return Engine(target, draft=draft, dtype=torch.float32, device="cpu", **(defaults | options))
+    defaults: dict[str, Any] = {
+        "adaptive": False, "max_len": 128, "num_slots": 2, "page_size": 4, "device": "cpu",
+    }  # fmt: skip
+    return Engine(target, draft=draft, dtype=torch.float32, **(defaults | options))
 
 
 def texts(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -233,6 +235,7 @@ def test_synthetic_layer_refuses_a_text_that_is_too_long() -> None:
 
 
 SYNTHETIC: dict[str, tuple[str, dict[str, Any], MtpLayout]] = {
+    "latent experts": ("deepseek_v3", LATENT | {"num_key_value_heads": 2}, NEXTN),
     "experts": ("glm4_moe", EXPERTS["glm4_moe"], NEXTN),
     "hybrid": ("qwen3_5_text", DELTA | {"layer_types": ["linear_attention", "full_attention"]}, QWEN),
     "hybrid experts": (
@@ -243,19 +246,60 @@ SYNTHETIC: dict[str, tuple[str, dict[str, Any], MtpLayout]] = {
 }
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
-def test_synthetic_layers_have_the_target_s_kind(name: str, tmp_path: Path) -> None:
+def write_synthetic(folder: Path, name: str) -> SyntheticText:
+    """Write a synthetic target with an MTP layer whose chains of 3 give 2.5 tokens a round, and return its text."""
     model_type, sizes, layout = SYNTHETIC[name]
     common = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2}
     common |= {"vocab_size": 256, "num_key_value_heads": 1, "max_position_embeddings": 512, "pad_token_id": None}
     config = AutoConfig.for_model(model_type, **(common | {"head_dim": 64, "tie_word_embeddings": False} | sizes))
     text = SyntheticText.of(256, 64)
     target = synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
-    save_with_mtp(target, synthetic_mtp(target, text, EvenAcceptance(2.5), layout), tmp_path / "target")
+    save_with_mtp(target, synthetic_mtp(target, text, EvenAcceptance(2.5), layout), folder)
+    return text
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_synthetic_layers_have_the_target_s_kind(name: str, tmp_path: Path) -> None:
+    text = write_synthetic(tmp_path / "target", name)
     with make_engine(tmp_path / "target", MTP(num_steps=3, topk=1), max_len=300) as engine:
         [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=256, ignore_eos=True))
     assert output.tokens == text.tokens(13, 256)
     assert output.stats.accept_length == pytest.approx(2.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "step"),
+    [
+        ("latent experts", CHAIN, 8),
+        *exhaustive(
+            *((name, options, 1) for name in ("latent experts", "hybrid experts") for options in (CHAIN, TREE))
+        ),
+    ],
+)
+def test_rounds_accept_the_same_at_any_batch_size(
+    name: str, options: dict[str, Any], step: int, tmp_path: Path, device: torch.device
+) -> None:
+    """Rounds of 1 to 17 requests, padded to 17 and on a GPU captured, accept what rounds of their size accept."""
+    if device.type == "cuda" and name == "latent experts":
+        pytest.skip("latent attention runs on CPUs alone")
+    text = write_synthetic(tmp_path / "target", name)
+    prompts = [text.tokens(7 * i, 3 + i) for i in range(17)]
+    defaults = {"num_slots": 17, "device": device, "max_len": 64}
+    with (
+        make_engine(tmp_path / "target", MTP(**options), batch_sizes=(17,), **defaults) as padded,
+        make_engine(tmp_path / "target", MTP(**options), cuda_graph=False, **defaults) as eager,
+    ):
+        alone = [accepted_of(eager, [prompt])[0] for prompt in prompts]
+        assert len({tuple(rounds) for rounds in alone}) > 4
+        for count in range(1, 18, step):
+            for engine in (padded, eager):
+                assert accepted_of(engine, prompts[:count]) == alone[:count]
+
+
+def accepted_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Return how many tokens each round gave each request."""
+    requests = engine.submit_many(prompts, [GREEDY] * len(prompts))
+    return [[count for new in request for count in new.rounds] for request in requests]
 
 
 def quantize(folder: Path, name: str, linears: str) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from support.hybrid_cases import DELTA, EXPERTS, NEMOTRON
+from support.latent_cases import EXPERTS as LATENT_EXPERTS
+from support.latent_cases import YARN
 from support.random_checkpoints import save_random_model
 
 NUM_LAYERS = 2  # of the target
@@ -48,15 +50,17 @@ class Case:
 NEXTN, MIMO = f"model.layers.{NUM_LAYERS}.", "model.mtp_layers.0."
 QWEN = {"enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "eh_proj": "mtp.fc"}
 QWEN |= {"post_norm": "mtp.norm"}
+LAYER = {"enorm": f"{NEXTN}enorm", "hnorm": f"{NEXTN}hnorm", "eh_proj": f"{NEXTN}eh_proj"}
+LAYER |= {"post_norm": f"{NEXTN}shared_head.norm"}
+COPIES = {"model.embed_tokens": f"{NEXTN}embed_tokens", "lm_head": f"{NEXTN}shared_head.head"}
+LATENT: dict[str, Any] = LATENT_EXPERTS | {
+    "num_key_value_heads": 6, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16,
+    "v_head_dim": 20, "head_dim": 16,
+}  # fmt: skip
 CASES = {
-    "glm4_moe": Case(
-        "glm4_moe",
-        {"enorm": f"{NEXTN}enorm", "hnorm": f"{NEXTN}hnorm", "eh_proj": f"{NEXTN}eh_proj"}
-        | {"post_norm": f"{NEXTN}shared_head.norm"},
-        NEXTN,
-        {"model.embed_tokens": f"{NEXTN}embed_tokens", "lm_head": f"{NEXTN}shared_head.head"},
-        {"partial_rotary_factor": 0.5},
-    ),
+    "glm4_moe": Case("glm4_moe", LAYER, NEXTN, COPIES, {"partial_rotary_factor": 0.5}),
+    "deepseek_v3": Case("deepseek_v3", LAYER, NEXTN, COPIES, LATENT | {"rope_parameters": YARN}),
+    "glm4_moe_lite": Case("glm4_moe_lite", LAYER, NEXTN, COPIES, LATENT | {"n_group": 1, "topk_group": 1}),
     "mimo": Case(
         "mimo",
         {"enorm": f"{MIMO}token_layernorm", "hnorm": f"{MIMO}hidden_layernorm", "eh_proj": f"{MIMO}input_proj"}
@@ -205,6 +209,8 @@ class Reference:
         config.num_hidden_layers += 1
         if getattr(config, "layer_types", None):
             config.layer_types = [*config.layer_types, "full_attention"]
+        if getattr(config, "mlp_layer_types", None):
+            config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
         last = f"model.layers.{NUM_LAYERS}."
         stored = of_layer(self.case.block, layer)
         block = {key.replace(stored, last): t for key, t in tensors.items() if key.startswith(stored)}

@@ -7,6 +7,8 @@ SHAPES = (
     "qwen3-30b-a3b",
     "qwen3.5-27b",
     "qwen3-next-80b-a3b",
+    "deepseek-v2-lite",
+    "glm-4.7-flash",
     "llama-3.1-8b",
     "qwen3-0.6b",
     "tiny",
