@@ -7,6 +7,7 @@ of exporters.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdec_kernels.models.heads.eagle import EagleHead
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
 from specdec_kernels.models.heads.loading import load_head
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import thinned
 from support.recorded_chains import record_chains
 from support.tiny_checkpoint import held_out, reference_model, target_with_features
 
@@ -39,6 +41,14 @@ LAYER_CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 2048,
 }
+
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 40, "num_key_value_heads": 4,
+}  # fmt: skip
+YARN: dict[str, Any] = {
+    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "beta_fast": 1.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 
 # Of each: whether it is EAGLE-3, its config beside the above, and how its tensors differ from one plain layer's.
 VARIANTS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
@@ -71,6 +81,12 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
         True,
         {"hidden_size": 320, "head_dim": 64, "fc_norm": True, "target_hidden_size": HIDDEN},
         {},
+    ),
+    "latent": (True, LATENT, {}),
+    "latent with YaRN": (
+        True,
+        LATENT | {"q_lora_rank": 40, "rope_scaling": YARN, "fc_norm": True, "norm_output": True},
+        {"layers": 2},
     ),
     "mrope": (False, {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}, {}),
     "eagle with heads of 96": (False, {"head_dim": 96}, {"layers": 2}),
@@ -115,9 +131,21 @@ def random_head(
     for index in range(layers):
         name = f"layers.{index}."
         inputs = 2 * hidden if eagle3 and index == 0 else hidden
-        for which, heads in (("q", 4), ("k", 2), ("v", 2)):
-            product(f"{name}self_attn.{which}_proj", heads * head_dim, inputs, which in biases)
-        product(f"{name}self_attn.o_proj", hidden, 4 * head_dim, "o" in biases)
+        if "kv_lora_rank" in config:
+            rank, rope, nope, v, _ = (config[size] for size in LATENT)
+            queries, lora = 4 * (nope + rope), config.get("q_lora_rank")
+            product(f"{name}self_attn.{'q_a' if lora else 'q'}_proj", lora or queries, inputs)
+            if lora:
+                norm(f"{name}self_attn.q_a_layernorm", lora)
+                product(f"{name}self_attn.q_b_proj", queries, lora)
+            product(f"{name}self_attn.kv_a_proj_with_mqa", rank + rope, inputs)
+            norm(f"{name}self_attn.kv_a_layernorm", rank)
+            product(f"{name}self_attn.kv_b_proj", 4 * (nope + v), rank)
+            product(f"{name}self_attn.o_proj", hidden, 4 * v)
+        else:
+            for which, heads in (("q", 4), ("k", 2), ("v", 2)):
+                product(f"{name}self_attn.{which}_proj", heads * head_dim, inputs, which in biases)
+            product(f"{name}self_attn.o_proj", hidden, 4 * head_dim, "o" in biases)
         for which in ("q", "k") if qk_norm else ():
             norm(f"{name}self_attn.{which}_norm", head_dim)
         for which in ("gate", "up"):
@@ -150,8 +178,8 @@ class Reference:
     def linear(self, name: str, x: Tensor) -> Tensor:
         return functional.linear(x, self.t[f"{name}.weight"], self.t.get(f"{name}.bias"))
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.t[f"{name}.weight"]
+    def norm(self, name: str, x: Tensor, eps: float = EPS) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * self.t[f"{name}.weight"]
 
     def rotate(self, x: Tensor) -> Tensor:
         half = int(self.head_dim * self.config.get("partial_rotary_factor", 1)) // 2
@@ -160,8 +188,47 @@ class Reference:
         first, second, rest = x.split([half, half, self.head_dim - 2 * half], dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
+    def latent(self, name: str, x: Tensor) -> Tensor:
+        """Return the outputs of latent attention, by keys and values of each head."""
+        rank, rope, nope, v, heads = (self.config[size] for size in LATENT)
+        if self.config.get("q_lora_rank"):
+            q = self.linear(
+                f"{name}q_b_proj", self.norm(f"{name}q_a_layernorm", self.linear(f"{name}q_a_proj", x), 1e-6)
+            )
+        else:
+            q = self.linear(f"{name}q_proj", x)
+        row = self.linear(f"{name}kv_a_proj_with_mqa", x)
+        keys_values = self.linear(f"{name}kv_b_proj", self.norm(f"{name}kv_a_layernorm", row[:, :rank], 1e-6))
+        k, values = keys_values.unflatten(-1, (heads, nope + v)).split([nope, v], dim=-1)
+        scaling = self.config.get("rope_scaling")
+        scale, frequencies = (nope + rope) ** -0.5, 10000.0 ** (-torch.arange(rope // 2).double() / (rope // 2))
+        if scaling is not None:
+            scale *= (0.1 * math.log(scaling["factor"]) + 1) ** 2
+            # Both borders are where a pair turns once within the original length: pairs from there on are slower.
+            turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+            border = (rope // 2) * math.log(scaling["original_max_position_embeddings"] / (2 * math.pi)) / math.log(1e4)
+            low, high = math.floor(border), math.ceil(border)
+            slow = ((torch.arange(rope // 2).double() - low) / max(high - low, 1e-3)).clamp(0, 1)
+            assert turns[0] > 1 > turns[-1]
+            frequencies = frequencies * (1 - slow) + frequencies / scaling["factor"] * slow
+        angles = torch.arange(len(x))[:, None] * frequencies
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+        def rotated(rows: Tensor) -> Tensor:
+            pairs = torch.view_as_complex(rows.unflatten(-1, (-1, 2)).contiguous())
+            return torch.view_as_real(pairs * turn).flatten(-2)
+
+        q = q.unflatten(-1, (heads, nope + rope))
+        q = torch.cat([q[..., :nope], rotated(q[..., nope:])], -1)
+        k = torch.cat([k, rotated(row[:, None, rank:]).expand(-1, heads, -1)], -1)
+        q, k, values = (t.transpose(0, 1) for t in (q, k, values))
+        out = functional.scaled_dot_product_attention(q, k, values, is_causal=True, scale=scale)
+        return self.linear(f"{name}o_proj", out.transpose(0, 1).flatten(1))
+
     def attended(self, index: int, x: Tensor) -> Tensor:
         name = f"layers.{index}.self_attn."
+        if "kv_lora_rank" in self.config:
+            return self.latent(name, x)
         q, k, v = (self.linear(f"{name}{which}_proj", x).unflatten(-1, (-1, self.head_dim)) for which in "qkv")
         if f"{name}q_norm.weight" in self.t:
             q, k = self.norm(f"{name}q_norm", q), self.norm(f"{name}k_norm", k)
@@ -253,7 +320,7 @@ def engine_of(draft: Draft) -> Engine:
     return Engine(tiny_model("target"), draft=draft, dtype=torch.float32, device="cpu", rounds_in_flight=1, **options)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", thinned(VARIANTS, lambda name: name != "latent"))
 def test_chains_are_those_of_the_variant(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round's chain of three requests in a batch; a norm in another place would change nearly all of them."""
     eagle3, changes, parts = VARIANTS[variant]

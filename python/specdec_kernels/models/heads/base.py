@@ -15,16 +15,18 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from ..families import head_dim_of, window_of
+from ..families.latent import latent_attention
 from ..families.llama import gated_mlp
-from ..kv_pools import KvPools
+from ..kv_pools import KvPools, LatentLayout, has_latent_kernels
 from ..language_model import LanguageModel
 from ..layers.attention import Attention
 from ..layers.decoder_layer import Layer
 from ..layers.head_layout import HeadLayout
-from ..layers.mixer import attach_caches, kv_layouts_of, mixers_of
+from ..layers.mixer import Mixer, attach_caches, kv_layouts_of, mixers_of
 from ..layers.norm import rms_norm_of
 from ..layers.outputs import LayerOutput
 from ..layers.paged_batch import PagedBatch
@@ -32,7 +34,7 @@ from ..layers.rope import Rope
 from ..weights.checkpoint import Kind
 from ..weights.offload import offload, onload
 from ..weights.update import Update, expect_floats, expect_tensors, write_over
-from .checkpoint import LAYER, UNUSED, own_name, target_ids
+from .checkpoint import LATENT, LAYER, UNUSED, own_name, target_ids
 
 
 class Features(NamedTuple):
@@ -58,12 +60,14 @@ class Parts:
         biases: names of the linears with a bias.
         qk_norm: whether each query and key head has a norm, as in Qwen3.
         first_norm: whether the first layer has an input norm; EAGLE's paper has none.
+        latent: whether attention is latent, as in DeepSeek-V3.
     """
 
     num_layers: int = 1
     biases: frozenset[str] = frozenset()
     qk_norm: bool = False
     first_norm: bool = False
+    latent: bool = False
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Parts:
@@ -73,6 +77,7 @@ class Parts:
             biases=frozenset(key.split(".")[-2] for key in tensors if key.endswith(".bias")),
             qk_norm=any(key.endswith("self_attn.q_norm.weight") for key in tensors),
             first_norm="layers.0.input_layernorm.weight" in tensors,
+            latent=any(key.endswith(LATENT) for key in tensors),
         )
 
 
@@ -81,7 +86,8 @@ class HeadLayer(nn.Module):
 
     def __init__(self, config: Any, parts: Parts, inputs: int, *norms: str) -> None:
         super().__init__()
-        self.self_attn = AttentionParameters(config, parts, inputs)
+        kind = latent_parameters if parts.latent else AttentionParameters
+        self.self_attn = kind(config, parts, inputs)
         config = copy(config)
         config.mlp_bias = "gate_proj" in parts.biases
         self.mlp = LlamaMLP(config)
@@ -104,8 +110,24 @@ class AttentionParameters(nn.Module):
             self.add_module(norm, LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps))
 
 
+def latent_parameters(config: Any, parts: Parts, inputs: int) -> nn.Module:
+    """Return the parameters of DeepSeek-V3's attention with inputs of this width."""
+    config = copy(config)
+    config.attention_bias = "kv_a_proj_with_mqa" in parts.biases
+    config.q_lora_rank = getattr(config, "q_lora_rank", None)
+    module = DeepseekV3Attention(config, 0)
+    for name in ("q_proj" if config.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa"):
+        whole = getattr(module, name)
+        setattr(module, name, nn.Linear(inputs, whole.out_features, bias=whole.bias is not None))
+    return module
+
+
 def rotated_part(config: Any) -> Any:
     """Return a config whose heads are the rotated elements of this one's: Llama's plain rotation takes them all."""
+    if getattr(config, "kv_lora_rank", None) is not None:
+        config = copy(config)
+        config.head_dim = config.qk_rope_head_dim
+        return config
     parameters = config.rope_parameters
     factor = parameters.get("partial_rotary_factor", 1.0)
     if factor == 1 or parameters["rope_type"] != "default":
@@ -169,6 +191,8 @@ class DraftHead(nn.Module):
         self._of_target = {name for name, own in self._named() if id(own) in of_target}
         self._parts = self._make_parts()
         layouts = kv_layouts_of(mixers_of(self._parts.layers))
+        if any(isinstance(layout, LatentLayout) for layout in layouts) and not has_latent_kernels(weight.device):
+            raise ValueError(f"{self.name} head: it has latent attention, expected a CPU (device is {weight.device})")
         self._hold(KvPools.allocate(layouts, num_pages, page_size, weight.dtype, weight.device))
 
     def _place(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -192,9 +216,11 @@ class DraftHead(nn.Module):
         return self.named_parameters(remove_duplicate=False)
 
     def _make_layers(self) -> list[Layer]:
-        device = self.embed_tokens.weight.device
-        rotation = Rope.of(LlamaRotaryEmbedding(rotated_part(self.config)), self._max_len, device)
-        heads = HeadLayout(head_dim_of(self.config), rotation)
+        device, config = self.embed_tokens.weight.device, rotated_part(self.config)
+        is_latent = getattr(config, "kv_lora_rank", None) is not None
+        interleaved = is_latent and getattr(config, "rope_interleave", True)
+        rotation = Rope.of(LlamaRotaryEmbedding(config), self._max_len, device, interleaved=interleaved)
+        heads = HeadLayout(head_dim_of(config if is_latent else self.config), rotation)
         return [self._layer(index, module, heads) for index, module in enumerate(self.layers)]
 
     def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
@@ -255,10 +281,20 @@ class DraftHead(nn.Module):
         write_over(self._parts, self._make_parts())
 
     def _layer(self, index: int, module: Any, heads: HeadLayout) -> Layer:
-        projections = module.self_attn
+        norm = getattr(module, "input_layernorm", None)
+        return Layer(
+            self._attention(index, module.self_attn, heads),
+            rms_norm_of(module.post_attention_layernorm),
+            gated_mlp(module.mlp),
+            input_norm=None if norm is None else rms_norm_of(norm),
+        )
+
+    def _attention(self, index: int, projections: Any, heads: HeadLayout) -> Mixer:
+        if hasattr(projections, "kv_a_proj_with_mqa"):
+            return latent_attention(projections, heads.rope)
         kv_heads = projections.k_proj.out_features // heads.dim
         q_norm, k_norm = (getattr(projections, norm, None) for norm in ("q_norm", "k_norm"))
-        attention = Attention(
+        return Attention(
             qkv=heads.qkv(kv_heads, projections.q_proj, projections.k_proj, projections.v_proj),
             out=heads.out(projections.o_proj),
             rotations=heads.rotations,
@@ -268,13 +304,6 @@ class DraftHead(nn.Module):
             k_norm=None if k_norm is None else heads.norm(rms_norm_of(k_norm)),
             window=window_of(self.config, index),
             scale=heads.dim**-0.5,
-        )
-        norm = getattr(module, "input_layernorm", None)
-        return Layer(
-            attention,
-            rms_norm_of(module.post_attention_layernorm),
-            gated_mlp(module.mlp),
-            input_norm=None if norm is None else rms_norm_of(norm),
         )
 
     def _hold(self, pools: KvPools) -> None:

@@ -19,6 +19,8 @@ LAYER = re.compile(r"(?:midlayer|transformer|layers\.(\d+))\.")
 # Other names of a head's own parts: EAGLE-3's paper has "midlayer", the first format of speculators the others.
 OWN_NAMES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
 
+LATENT = "self_attn.kv_a_proj_with_mqa.weight"  # of layers with latent attention
+
 # Tensors that a head does not compute with: rotations, which follow from the config, and speculators' copies of the
 # target's modules, for training.
 UNUSED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -116,9 +118,11 @@ class OpenCheckpoint:
             value = layer.get(size, 1)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{self.name}: {size} is {value!r}, expected a number from 1 on ({self.folder})")
-        if layer is not values:
+        if not any(name.endswith(LATENT) for name in self.names):  # the target's, as some exporters leave it
+            layer = {key: value for key, value in layer.items() if key != "kv_lora_rank"}
+        if inner:
             layer = AutoConfig.for_model(**({"model_type": "llama"} | layer)).to_dict()
-        others: dict[str, Any] = {key: value for key, value in values.items() if key != inner}
+        others: dict[str, Any] = {key: value for key, value in values.items() if key not in (inner, "kv_lora_rank")}
         config = LlamaConfig.from_dict(with_plain_rope(others | layer | {"model_type": "llama"}))
         factor = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         if not isinstance(factor, (int, float)) or not 0 < factor <= 1:

@@ -14,11 +14,12 @@ from transformers import LlamaConfig
 
 from ...plans import HEAD_DIMS
 from ..families import head_dim_of
+from ..families.latent import check_row
 from ..language_model import LanguageModel
 from ..weights.checkpoint import readable, some
 from ..weights.loading import DTYPES
 from .base import DraftHead
-from .checkpoint import HeadCheckpoint, OpenCheckpoint, target_ids
+from .checkpoint import LATENT, HeadCheckpoint, OpenCheckpoint, target_ids
 
 H = TypeVar("H", bound=DraftHead)
 
@@ -150,6 +151,11 @@ def check_head(kind: type[DraftHead], config: Any, tensors: Mapping[str, Tensor]
     name = f"{kind.name} head"
     if (head_dim := head_dim_of(config)) > HEAD_DIMS[-1]:
         raise ValueError(f"{name}: head_dim is {head_dim}, expected at most {HEAD_DIMS[-1]}")
+    if any(key.endswith(LATENT) for key in tensors):
+        for size in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
+            if type(value := getattr(config, size, None)) is not int or value < 1:
+                raise ValueError(f"{name}: {size} is {value!r}, expected a number from 1 on (its attention is latent)")
+        check_row(config, name)
     if config.hidden_act != "silu":
         raise ValueError(f"{name}: hidden_act is {config.hidden_act!r}, expected 'silu'")
     width = target.embedding.weight.shape[1]
