@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone
+from specdec_kernels.models.backends import native
 from specdec_kernels.models.kv_pools import LatentLayout
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import exhaustive
@@ -188,6 +190,22 @@ def test_rows_of_8_bits_are_within_their_rounding(device: torch.device) -> None:
     assert texts[0] == texts[1]
     torch.testing.assert_close(torch.tensor(scores[0]), torch.tensor(scores[2]), rtol=0, atol=0.5)
     assert scores[0] != scores[2]
+
+
+def test_devices_without_kernels_run_the_module_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, cpu = module_of("glm4_moe_lite"), torch.device("cpu")
+    monkeypatch.setattr(native, "has_latent_kernels", lambda device: False)
+    refusal = (
+        "model: glm4_moe_lite has latent attention, which our layers run on CPUs alone, expected a CPU (device is cpu)"
+    )
+    with pytest.raises(ValueError) as error:
+        make_engine(module, None, cpu)
+    assert str(error.value) == refusal
+    with pytest.warns(RuntimeWarning, match=re.escape(refusal)):
+        engine = make_engine(module, None, cpu, implementation="auto")
+    with engine:
+        outputs = engine.generate(prompts_of()[:2], GREEDY)
+    assert [list(output.tokens) for output in outputs] == texts_of("glm4_moe_lite")[:2]
 
 
 @pytest.mark.parametrize(
