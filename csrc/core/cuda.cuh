@@ -77,6 +77,12 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Wait at one of a block's 16 barriers for kThreads threads, whole warps. __syncthreads() is barrier 0.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 // Return x as an opaque value, so that the compiler computes it once instead of at each use.
 __device__ __forceinline__ int hold(int x) {
   asm volatile("" : "+r"(x));

@@ -30,13 +30,22 @@ struct Mbarrier {
                  : "memory");
 #endif
   }
-  // Start a TMA copy of a 4-D box, which the phase waits for.
+  // Start a TMA copy of a 4-D or 5-D box, which the phase waits for.
   __device__ void copy_box(void* to, const void* map, int x0, int x1, int x2, int x3) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
         "[%2];" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
         "l"(map), "r"(address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+        : "memory");
+#endif
+  }
+  __device__ void copy_box(void* to, const void* map, int x0, int x1, int x2, int x3, int x4) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+        "l"(map), "r"(address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
         : "memory");
 #endif
   }
@@ -48,6 +57,15 @@ struct Mbarrier {
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
         "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
         "l"(map), "r"(address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "h"(blocks)
+        : "memory");
+#endif
+  }
+  __device__ void copy_box_to(uint16_t blocks, void* to, const void* map, int x0, int x1, int x2, int x3, int x4) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
+        "l"(map), "r"(address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "h"(blocks)
         : "memory");
 #endif
   }

@@ -40,15 +40,15 @@ struct Wgmma {
 
 // Return the descriptor of an operand in panels of kLine bytes per row, swizzled like a Stage, that start at a multiple
 // of 8 rows. panel_bytes, the distance between 64 rows of A or columns of B and the next 64, matters only for MN-major
-// operands.
+// operands. group_bytes is the distance between 8 rows of a panel and the next 8.
 template <int kLine = 128>
-__device__ __forceinline__ uint64_t wgmma_operand(const void* start, int panel_bytes) {
+__device__ __forceinline__ uint64_t wgmma_operand(const void* start, int panel_bytes, int group_bytes = 8 * kLine) {
   using cute::SM90::GMMA::LayoutType;
   constexpr LayoutType kLayout = kLine == 128 ? LayoutType::B128 : kLine == 64 ? LayoutType::B64 : LayoutType::B32;
   cute::GmmaDescriptor d;
   d.bitfield.start_address_ = static_cast<uint16_t>(__cvta_generic_to_shared(start) >> 4);
   d.bitfield.leading_byte_offset_ = static_cast<uint16_t>(panel_bytes >> 4);
-  d.bitfield.stride_byte_offset_ = 8 * kLine >> 4;
+  d.bitfield.stride_byte_offset_ = static_cast<uint16_t>(group_bytes >> 4);
   d.bitfield.layout_type_ = static_cast<uint8_t>(kLayout);
   return d;
 }
