@@ -552,7 +552,8 @@ def selected(module: Any, experts: Weights, num_rows: int | None) -> Weights:
     """Return what `num_rows` rows read of a layer's experts."""
     if num_rows is None:
         return experts
-    share = module.config.num_experts_per_tok / module.config.num_experts
+    count = next(getattr(module.config, name) for name in NUM_EXPERTS if hasattr(module.config, name))
+    share = module.config.num_experts_per_tok / count
     return Weights(round(experts.elements * share), round(experts.nbytes * (1 - (1 - share) ** num_rows)))
 
 

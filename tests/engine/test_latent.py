@@ -15,7 +15,7 @@ import torch
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone
 from specdec_kernels.models.backends import native
-from specdec_kernels.models.kv_pools import LatentLayout
+from specdec_kernels.models.kv_pools import LatentLayout, has_latent_kernels
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import exhaustive
 from support.hybrid_cases import greedy_alone
@@ -33,7 +33,7 @@ ROW = 32 + 16  # elements of a latent row
 
 
 def make_engine(module: Any, draft: Draft | None, device: torch.device, **changes: Any) -> Engine:
-    if device.type == "cuda":
+    if not has_latent_kernels(device):
         pytest.skip("latent attention runs on CPUs alone")
     return Engine(deepcopy(module), draft=draft, device=device, **(OPTIONS | changes))
 

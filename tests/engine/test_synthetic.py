@@ -138,6 +138,30 @@ def test_hybrid_shapes_have_the_states_of_the_model(shape: str, kv_layers: int, 
     assert family.num_kv_layers == kv_layers and states / 2**20 == pytest.approx(mib, abs=0.5)
 
 
+@pytest.mark.exhaustive
+def test_rounds_of_a_latent_shape_count_its_rows_and_experts(tmp_path: Path) -> None:
+    record = tmp_path / "round.json"
+    command = [
+        "bench",
+        "round",
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny-latent",
+        "--layers",
+        "3",
+        "--batch",
+        "2",
+        "--quick",
+    ]
+    assert main([*command, "--algorithm", "none,mtp_chain", "--output", "60", "--json", str(record)]) == 0
+    plain, chain = json.loads(record.read_text())["results"]
+    rows, each = 2 * (32 + 60 // 2), (64 + 32) * 4
+    assert plain["facts"]["kv_bytes"] == rows * 3 * each
+    assert chain["facts"]["kv_bytes"] == rows * (3 + 3) * each  # two steps and the committed rows, of one layer
+    assert chain["facts"]["accept_length"] > 2
+
+
 def test_synthetic_refuses_module_that_is_no_head() -> None:
     config, text = shape_config("tiny"), tiny_text()
     target = synthetic_causal_lm(config, text, device=CPU, dtype=torch.float32)

@@ -13,6 +13,7 @@ SHAPES = (
     "qwen3-0.6b",
     "tiny",
     "tiny-hybrid",
+    "tiny-latent",
 )
 DOMAINS = ("chat", "code", "math")
 DRAFTERS = ("eagle3", "dflash", "dspark", "mtp")
