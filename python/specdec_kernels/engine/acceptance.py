@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .drafts import Draft
+from .drafts.calibrated import CalibratedDraft
 from .drafts.composition import leaves
-from .drafts.model import ModelDraft
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class AcceptanceMonitor:
     """
 
     def __init__(self, draft: Draft) -> None:
-        self._name, self._has_model = name_of(draft), any(isinstance(part, ModelDraft) for part in leaves(draft))
+        self._name, self._has_model = name_of(draft), any(isinstance(part, CalibratedDraft) for part in leaves(draft))
         self._lock = threading.Lock()
         self._mixed: set[int] = set()  # requests whose next counts include rounds with earlier weights
         self._rounds = self._drafted = self._accepted = 0
@@ -164,7 +164,7 @@ class AcceptanceMonitor:
 def name_of(draft: Draft) -> str:
     """Return the classes of a draft's parts, and the names of their models."""
     return " and ".join(
-        f"{type(part).__name__} ({part.model_name})" if isinstance(part, ModelDraft) else type(part).__name__
+        f"{type(part).__name__} ({part.model_name})" if isinstance(part, CalibratedDraft) else type(part).__name__
         for part in leaves(draft)
     )
 

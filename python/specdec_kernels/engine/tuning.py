@@ -16,8 +16,8 @@ import torch
 from .. import _C, __version__
 from .config import EngineConfig
 from .drafts import Draft
+from .drafts.calibrated import CalibratedDraft
 from .drafts.composition import leaves
-from .drafts.model import ModelDraft
 from .options import TuningSource
 from .text.files import read_text
 
@@ -97,7 +97,7 @@ def tuning_of(draft: Draft, target: str, costs: _C.RoundCosts | None, rounds: di
     }
 
 
-def facts_of(part: ModelDraft, target: str) -> dict[str, Any]:
+def facts_of(part: CalibratedDraft, target: str) -> dict[str, Any]:
     """Return the calibration of a draft as JSON values, with its identity."""
     assert part.calibration is not None
     table, counts = part.calibration
@@ -107,12 +107,12 @@ def facts_of(part: ModelDraft, target: str) -> dict[str, Any]:
 # --- calibrations
 
 
-def calibrated_parts(draft: Draft) -> list[ModelDraft]:
+def calibrated_parts(draft: Draft) -> list[CalibratedDraft]:
     """Return the parts of a draft that have a calibration."""
-    return [part for part in leaves(draft) if isinstance(part, ModelDraft) and not part.sampled]
+    return [part for part in leaves(draft) if isinstance(part, CalibratedDraft) and not part.sampled]
 
 
-def identity_of(part: ModelDraft, target: str) -> dict[str, str]:
+def identity_of(part: CalibratedDraft, target: str) -> dict[str, str]:
     """Return what a calibration belongs to."""
     return dict(zip(IDENTITY, (type(part).__name__, part.model_name, target), strict=True))
 
@@ -173,7 +173,7 @@ def rounds_of(model: Any, draft: Draft, config: EngineConfig) -> dict[str, Any]:
         },
         "draft": {
             "parts": [
-                [type(part).__name__, *([part.model_name] if isinstance(part, ModelDraft) else [])]
+                [type(part).__name__, *([part.model_name] if isinstance(part, CalibratedDraft) else [])]
                 for part in leaves(draft)
             ],
             "accept_width": needs.accept_width,

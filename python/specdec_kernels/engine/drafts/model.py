@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from ...models.families import kv_numbers
-from ...models.heads.base import DraftHead, Features
-from ...models.kv_pools import KvPools
-from ...models.language_model import LanguageModel
+from ...models.heads.base import Features
 from ...models.layers.paged_batch import PagedBatch
-from ...models.weights.update import Update
 from ...ops import (
     DraftExtendInputs,
     append_draft_backlog,
@@ -28,10 +25,10 @@ from ...ops import (
     make_calibration,
     sample_draft,
     select_topk,
-    update_calibration,
 )
-from .base import Draft, DraftBudget, DraftRequest
-from .capabilities import HasPools, HasWeights, Idleable, Learner, Migratable
+from .base import DraftBudget, DraftRequest
+from .calibrated import CalibratedDraft
+from .capabilities import Idleable, Migratable
 from .context import DraftContext
 from .needs import AttentionCall, Needs
 from .proposal import Committed, DrawnFrom, Proposal, makes_valid_trees, no_candidates
@@ -45,7 +42,7 @@ SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from
 
 
 @dataclass
-class ModelDraft(Draft, Idleable, Migratable, Learner, HasPools, HasWeights):
+class ModelDraft(CalibratedDraft, Idleable, Migratable):
     """The loop that EAGLE heads and standalone models share; they supply `step`, and `run_committed` for extending.
 
     Draft state, per slot: the root's k best children (ids, log-probabilities), ready before the round starts; prefill
@@ -55,10 +52,6 @@ class ModelDraft(Draft, Idleable, Migratable, Learner, HasPools, HasWeights):
     With `sampled` (and k = 1) children of requests that sample are drawn, for `verify_tree` to accept or reject as a
     block. Then the root's logits are kept instead, and its child is drawn in the round, where the request's parameters
     are known.
-
-    The model's probabilities of its candidates are calibrated from acceptance: path scores are products of calibrated
-    probabilities. Rounds update the calibration, except in a batch-invariant engine, where the scores of one request
-    would depend on the others.
 
     An idle round appends the tokens and features that draft-extend would have read to the slot's backlog, a ring of
     MAX_IDLE_ROUNDS rows; `catch_up` is draft-extend over all of them.
@@ -83,16 +76,6 @@ class ModelDraft(Draft, Idleable, Migratable, Learner, HasPools, HasWeights):
 
     # --- what a kind of model supplies
 
-    @property
-    @abstractmethod
-    def model_name(self) -> str:
-        """The name of its model, wherever the folder is."""
-
-    @property
-    @abstractmethod
-    def loaded(self) -> LanguageModel | DraftHead:
-        """The model, with its pools, of an open draft."""
-
     def root_features(self, slots: Tensor, k: int) -> Features | None:
         """Return the features of the slots' B * k depth-1 nodes; None for models that read none."""
         return None
@@ -116,33 +99,6 @@ class ModelDraft(Draft, Idleable, Migratable, Learner, HasPools, HasWeights):
 
     # --- capabilities
 
-    @property
-    def pools(self) -> list[KvPools]:
-        return [self.loaded.pools]
-
-    def resize_pools(self, num_pages: int) -> None:
-        self.loaded.resize_pools(num_pages)
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return self.loaded.weights
-
-    @property
-    def is_given(self) -> bool:
-        return self.loaded.is_given
-
-    def updates(self, weights: Mapping[str, Tensor], name: str) -> list[Update]:
-        return self.loaded.updates(weights, name)
-
-    def refresh(self) -> None:
-        self.loaded.refresh()
-
-    def sleep(self, level: int) -> None:
-        self.loaded.sleep(level)
-
-    def wake(self, level: int, num_pages: int) -> None:
-        self.loaded.wake(level, num_pages)
-
     def save(self, slot: int) -> dict[str, Tensor]:
         if self.sampled:
             return {"root_logits": self.root_logits[slot]}
@@ -151,12 +107,6 @@ class ModelDraft(Draft, Idleable, Migratable, Learner, HasPools, HasWeights):
     def restore(self, slot: int, saved: Mapping[str, Tensor]) -> None:
         for name, tensor in self.save(slot).items():
             tensor.copy_(saved[name])
-
-    def forget(self) -> None:
-        if self.calibration is not None:
-            untouched = make_calibration(self.num_steps, like=self.backlog_lens)
-            for own, new in zip(self.calibration, untouched, strict=True):
-                own.copy_(new)
 
     def catch_up(self, slots: Tensor, max_kv_len: int | None = None) -> None:
         num_kept = self.backlog_lens.clamp(max=MAX_IDLE_ROUNDS)
@@ -290,7 +240,7 @@ class ModelDraft(Draft, Idleable, Migratable, Learner, HasPools, HasWeights):
 
         if self.sampled:
             self.child_ids[slots], self.child_logprobs[slots] = children(self.root_logits[slots])
-        table = None if self.calibration is None else self.calibration.table
+        table = self.calibration_table
         candidates, frontier = expand_root(
             self.child_ids[:-1, :k].contiguous(),
             self.child_logprobs[:-1, :k].contiguous(),
@@ -376,10 +326,3 @@ class ModelDraft(Draft, Idleable, Migratable, Learner, HasPools, HasWeights):
     def _draft_lens(self, lens: Tensor) -> Tensor:
         """Return the draft's rows for as many of the target's."""
         return lens + self.position_offset if self.position_offset else lens
-
-    def learn(self, committed: Committed) -> None:
-        """Update the calibration from what was accepted."""
-        tree, scores = committed.tree
-        if self.calibration is None or self.context.batch_invariant or tree.tokens.shape[1] == 1:
-            return
-        update_calibration(self.calibration, tree, scores, committed.accepted)
