@@ -282,10 +282,13 @@ def test_another_kind_of_folder_is_named(folder: Path, tmp_path: Path) -> None:
         f"EAGLE-3 head: {target} is a language model, expected an EAGLE-3 head (Standalone drafts with it)"
     )
     for kind, name in ((Eagle, "EAGLE head"), (Eagle3, "EAGLE-3 head"), (Standalone, "draft model")):
-        for path, words in ((drafter, "a DFlash drafter"), (medusa, "heads of Medusa")):
+        for path, words, hint in (
+            (drafter, "a DFlash drafter", "DFlash drafts with it"),
+            (medusa, "heads of Medusa", "nothing here drafts with it"),
+        ):
             message = of(kind, path)
             assert message.startswith(f"{name}: {path} is {words}, expected a")
-            assert message.endswith("(nothing here drafts with it)")
+            assert message.endswith(f"({hint})")
     for path in (head, first):
         assert of(Standalone, path).startswith(f"draft model: {path} is an EAGLE")
         assert refusal(path).startswith(f"model: {path} is an EAGLE")

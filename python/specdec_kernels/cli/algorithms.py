@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..engine import Draft
 
-CHECKPOINT_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")  # a checkpoint of its own drafts
-MODEL_ALGORITHMS = (*CHECKPOINT_ALGORITHMS, "MTP")  # a model drafts, in steps
-ALGORITHMS = ("NONE", "NGRAM", *MODEL_ALGORITHMS, "EAGLE3+NGRAM", "MTP+NGRAM")
+BLOCK_ALGORITHMS = ("DFLASH", "DFLASH2", "DSPARK", "JETSPEC")  # a drafter that yields all positions in one pass
+STEP_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
+CHECKPOINT_ALGORITHMS = (*STEP_ALGORITHMS, *BLOCK_ALGORITHMS)  # a checkpoint of its own drafts
+MODEL_ALGORITHMS = (*STEP_ALGORITHMS, "MTP")  # a model drafts, in steps
+ALGORITHMS = ("NONE", "NGRAM", *MODEL_ALGORITHMS, *BLOCK_ALGORITHMS, "EAGLE3+NGRAM", "MTP+NGRAM", "DSPARK+NGRAM")
 ALIASES = {"NEXTN": "MTP"}  # SGLang's name
 
 
@@ -39,10 +41,22 @@ def draft_class(algorithm: str) -> Callable[..., Draft]:
     Raises:
         ValueError: no such class of one's own.
     """
-    from ..engine import MTP, Eagle, Eagle3, Ngram, Standalone
+    from .. import engine
 
-    classes: dict[str, Callable[..., Draft]] = {"EAGLE": Eagle, "EAGLE3": Eagle3, "STANDALONE": Standalone, "MTP": MTP}
-    return own_class(algorithm) if ":" in algorithm else (classes | {"NGRAM": Ngram})[algorithm]
+    if ":" in algorithm:
+        return own_class(algorithm)
+    classes: tuple[Callable[..., Draft], ...] = (
+        engine.Eagle,
+        engine.Eagle3,
+        engine.Standalone,
+        engine.MTP,
+        engine.Ngram,
+        engine.DFlash,
+        engine.DFlash2,
+        engine.DSpark,
+        engine.JetSpec,
+    )
+    return {each.__name__.upper(): each for each in classes}[algorithm]
 
 
 def own_class(path: str) -> Callable[..., Draft]:
@@ -67,6 +81,7 @@ def own_class(path: str) -> Callable[..., Draft]:
 
 def algorithm_of(folder: Path) -> str:
     """Return the algorithm that a draft's checkpoint is made for."""
-    from ..models.weights.checkpoint import EAGLE, EAGLE3, kind_of
+    from ..models.weights.checkpoint import kind_of
 
-    return {EAGLE: "EAGLE", EAGLE3: "EAGLE3"}.get(kind_of(folder), "STANDALONE")
+    draft = kind_of(folder).draft
+    return "STANDALONE" if draft is None else draft.upper()

@@ -18,7 +18,7 @@ from ..engine import Draft, Engine
 from ..engine.text.prompts import load_tokenizer
 from ..models.weights.checkpoint import local_folder
 from ..models.weights.model_config import config_of
-from .algorithms import algorithm_of, draft_class
+from .algorithms import BLOCK_ALGORITHMS, algorithm_of, draft_class
 from .doctor_measure import Acceptance, Recorder, Text, measure, record, write_texts
 from .doctor_mtp import mtp_shifts
 from .doctor_shifts import Head, Prompting, Shift, head_shifts, prompting_shifts, standalone_shifts
@@ -235,6 +235,11 @@ def examine(args: argparse.Namespace) -> Diagnosis:
     path = args.speculative_draft_model_path
     folder = None if path is None else local_folder(path, "--speculative-draft-model-path")
     algorithm = args.speculative_algorithm or algorithm_of(Path(folder or ""))
+    if algorithm in BLOCK_ALGORITHMS:
+        raise ValueError(
+            f"--speculative-draft-model-path is {path}, a drafter of {algorithm}, expected a draft that goes step by "
+            "step (block drafters are not examined)"
+        )
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-doctor-")))
         target = Target(args)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from . import speculative_flags
-from .algorithms import MODEL_ALGORITHMS
+from .algorithms import BLOCK_ALGORITHMS, MODEL_ALGORITHMS
 from .arguments import add_flag, model_of
 from .engine_flags import add_engine_flags, options_of
 from .optional_dependencies import guarded, require
@@ -279,7 +279,11 @@ def print_table(console: Console, runs: list[Run], sampling: SamplingParams) -> 
     table.add_row("tokens/s", *(f"{len(run.output.tokens) / run.seconds:.1f}" for run in runs))
     console.print("green: drafted and accepted; plain: the target's own token of each round")
     console.print(table)
-    if runs[0].name.startswith(MODEL_ALGORITHMS) and ours[0].rounds >= LEAST_ROUNDS and not ours[0].accepted:
+    if (
+        runs[0].name.startswith((*MODEL_ALGORITHMS, *BLOCK_ALGORITHMS))
+        and ours[0].rounds >= LEAST_ROUNDS
+        and not ours[0].accepted
+    ):
         console.print(
             f"{runs[0].name} had nothing accepted: an untrained draft, or one of another target? "
             "`specdec doctor` finds out.",

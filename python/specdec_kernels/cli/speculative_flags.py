@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..smollm2 import model_path
-from .algorithms import ALGORITHMS, MODEL_ALGORITHMS, algorithm_of, draft_class, one_of
+from .algorithms import ALGORITHMS, BLOCK_ALGORITHMS, MODEL_ALGORITHMS, algorithm_of, draft_class, one_of
 from .arguments import add_flag, add_model, model_of
 from .tuning_flags import apply_tuning
 
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "draft model, if one is given, else NGRAM; for the tiny model on a GPU EAGLE3)",
     )
     add_draft_path(parser)
-    parser.add_argument("--speculative-num-steps", type=int, metavar="N", help="draft steps per round (5)")
+    parser.add_argument(
+        "--speculative-num-steps", type=int, metavar="N", help="draft steps per round (5; all of a block)"
+    )
     parser.add_argument(
         "--speculative-eagle-topk", type=int, metavar="K", help="branches per step (8 on a GPU, 1, a chain, on the CPU)"
     )
@@ -56,7 +58,7 @@ def add_draft_path(parser: argparse._ActionsContainer, *hidden: str) -> None:
         "--speculative-draft-model-path",
         *hidden,
         metavar="PATH",
-        help="EAGLE head or small draft model; for MTP a checkpoint with the layer (default: the target's)",
+        help="EAGLE head, block drafter or small model; for MTP a checkpoint with the layer (default: the target's)",
     )
 
 
@@ -178,6 +180,9 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
         "topk": args.speculative_eagle_topk or topk,
         "num_nodes": nodes,
     }
+    if algorithm.removesuffix("+NGRAM") in BLOCK_ALGORITHMS:  # depth costs nothing, and a tree may have any width
+        model["num_steps"] = args.speculative_num_steps
+        model["topk"] = args.speculative_eagle_topk or (1 if topk == 1 else None)
     corpus = args.speculative_ngram_corpus
     if algorithm == "NONE":
         return None

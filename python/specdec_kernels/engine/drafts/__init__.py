@@ -1,6 +1,7 @@
 """What proposes a round's tree: one class per method, all with the interface of `Draft`."""
 
 from .base import Draft, DraftBudget, DraftRequest
+from .block import DFlash, DFlash2, DSpark, JetSpec
 from .capabilities import HasPools, HasWeights, Idleable, Learner, Migratable
 from .context import DraftContext, DraftState, PrefillRows
 from .eagle import Eagle, Eagle3
@@ -15,6 +16,9 @@ __all__ = [
     "MTP",
     "AttentionCall",
     "Committed",
+    "DFlash",
+    "DFlash2",
+    "DSpark",
     "Draft",
     "DraftBudget",
     "DraftContext",
@@ -26,6 +30,7 @@ __all__ = [
     "HasPools",
     "HasWeights",
     "Idleable",
+    "JetSpec",
     "Learner",
     "Migratable",
     "Needs",

@@ -32,8 +32,9 @@ EAGLE = Kind("an EAGLE head", "Eagle")
 EAGLE3 = Kind("an EAGLE-3 head", "Eagle3")
 LANGUAGE_MODEL = Kind("a language model", "Standalone")
 ADAPTER = Kind("an adapter of PEFT", None)
-DFLASH = Kind("a DFlash drafter", None)
-DSPARK = Kind("a DSpark drafter", None)
+DFLASH = Kind("a DFlash drafter", "DFlash")
+DFLASH2 = Kind("a DFlash2 drafter", "DFlash2")
+DSPARK = Kind("a DSpark drafter", "DSpark")
 MEDUSA = Kind("heads of Medusa", None)
 UNKNOWN = Kind("of no known kind", None)
 
@@ -110,6 +111,8 @@ def kind_of(folder: Path) -> Kind:
         return EAGLE3
     if any(name.startswith("markov_head.") for name in names):
         return DSPARK
+    if any(name.startswith("candidate_selector.") for name in names):
+        return DFLASH2
     if {"fc.weight", "hidden_norm.weight"} <= names:
         return DFLASH
     if not names.isdisjoint({"fc.weight", "fusion_fc.weight"}):

@@ -1,0 +1,293 @@
+"""Block drafters: one forward pass over the root and mask tokens predicts all positions of a round.
+
+Draft row i holds keys and values made of the target's states at token i, in every layer. `propose` runs a block of rows
+after them, whose own keys and values are scratch, and `extend` injects the states of the accepted tokens. Nothing else
+is kept of a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...models.families import kv_numbers
+from ...models.heads.block import BlockHead, DFlash2Head, DFlashHead, DSparkHead
+from ...models.heads.block_config import BlockConfig
+from ...models.heads.checkpoint import HeadCheckpoint
+from ...models.heads.loading import config_of_head, load_head
+from ...models.weights.model_config import model_name
+from ...ops import TopK, draft_extend_inputs, expand_trellis, make_calibration, sample_draft, select_topk
+from .base import DraftBudget
+from .calibrated import CalibratedDraft
+from .context import DraftContext, PrefillRows
+from .model import SEED_OF_ROUND
+from .needs import AttentionCall, Needs
+from .proposal import Committed, DrawnFrom, Proposal, makes_valid_trees, no_candidates
+
+MOST_DEPTH = 16  # of `expand_trellis`
+DEFAULT_NUM_NODES = 32  # of a tree
+DEFAULT_CANDIDATES = 16
+
+
+@dataclass
+class BlockDraft(CalibratedDraft):
+    """What the kinds of block drafters share; each has a class of heads.
+
+    Where positions are predicted by themselves, or with scores of pairs of neighbors, the block is a trellis of
+    candidates, and the tree is its best paths. Where a state is carried along the path, and where drafts are drawn, it
+    is a chain, whose tokens are chosen one after another.
+    """
+
+    head: str | Path | HeadCheckpoint | BlockHead
+    _: KW_ONLY
+    num_steps: int | None = None
+    topk: int | None = None
+    num_candidates: int | None = None
+    num_nodes: int | None = None
+    sampled: bool = False
+
+    kind: ClassVar[type[BlockHead]]
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        limits = ("num_steps", MOST_DEPTH), ("topk", 256), ("num_candidates", 64), ("num_nodes", 256)
+        for option, high in limits:
+            value = getattr(self, option)
+            if value is not None and not 1 <= value <= high:
+                raise ValueError(f"{name}: {option} is {value}, expected 1 to {high}")
+        if self.sampled and self.topk != 1:
+            raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")
+        if not isinstance(self.head, str | Path | HeadCheckpoint | self.kind):
+            given = f"a {type(self.head).__name__}"
+            raise ValueError(f"{name}: head is {given}, expected a folder, a hub id or a {self.kind.__name__}")
+
+    @property
+    def model_name(self) -> str:
+        return model_name(self.head.source if isinstance(self.head, HeadCheckpoint) else self.head)
+
+    @property
+    def tensor_prefixes(self) -> tuple[str, ...]:
+        prefix = self.head.prefix if isinstance(self.head, HeadCheckpoint) else ""
+        return (prefix,) if prefix else ()
+
+    @property
+    def loaded(self) -> BlockHead:
+        return self.module
+
+    def block_of(self, num_target_layers: int) -> BlockConfig:
+        """Return what the head's config says of its blocks.
+
+        Raises:
+            ValueError: options that the head cannot have.
+        """
+        block = self.kind.block_config(config_of_head(self.kind, self.head), num_target_layers)
+        name, depth = type(self).__name__, min(block.depth, MOST_DEPTH)
+        if self.num_steps is not None and self.num_steps > depth:
+            raise ValueError(f"{name}: num_steps is {self.num_steps}, expected 1 to {depth} (the block's)")
+        if block.markov == "rnn" and self.topk not in (None, 1):
+            raise ValueError(f"{name}: topk is {self.topk}, expected 1 for a head that carries a state (a chain)")
+        if self.sampled and block.top_k:
+            raise ValueError(f"{name}: sampled is True, expected False for a head that scores its candidates alone")
+        return block
+
+    def depth_of(self, block: BlockConfig) -> int:
+        """Return the positions that are drafted."""
+        return self.num_steps or min(block.depth, MOST_DEPTH)
+
+    def needs(self, target: Any) -> Needs:
+        block, config = self.block_of(target.num_hidden_layers), config_of_head(self.kind, self.head)
+        depth, num_layers = self.depth_of(block), config.num_hidden_layers
+        is_chain = self.topk == 1 or block.markov == "rnn"
+        return Needs(
+            num_nodes=self.num_nodes or (depth + 1 if is_chain else DEFAULT_NUM_NODES),
+            accept_width=depth + 1,
+            feature_layers=block.feature_layers,
+            tensor_prefixes=self.tensor_prefixes,
+            scratch_rows=block.block_size,
+            kv_numbers=kv_numbers(config, num_layers),
+            attention=(AttentionCall.of(config, block.block_size, False, num_layers),),
+            lookahead=0,
+        )
+
+    def open(self, context: DraftContext) -> None:
+        sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
+        self.module: BlockHead = load_head(self.kind, self.head, context.target, **sizes)
+        self._depth = self.depth_of(self.module.block)
+        like, num_nodes = self.state.seq_lens, self.needs(context.target.config).num_nodes
+        self.calibration = None if self.sampled else make_calibration(self._depth, like=like)
+        rows = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=context.device)  # node i is drawn from row i-1
+        self._draft_rows = rows.where(rows < self._depth, -1).repeat(context.num_slots, 1)
+        vocab = self.module.lm_head.out_features
+        self._top_k = min(self.num_candidates or self.module.block.top_k or DEFAULT_CANDIDATES, vocab)
+
+    def prefill(self, prefill: PrefillRows, features: Tensor | None) -> None:
+        assert features is not None
+        self.module.inject(self.module.join(features).flatten(0, 1), prefill.positions, prefill.rows)
+
+    @makes_valid_trees
+    def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
+        if budget.num_nodes == 1:
+            return Proposal(no_candidates(slots))
+        state, module = self.state, self.module
+        at = slots.clamp(min=0)
+        roots, lens = state.root_tokens[at], state.seq_lens[at]
+        rows = module.block.block_size
+        positions = lens[:, None] + torch.arange(rows, dtype=torch.int32, device=slots.device)
+        batch = state.rows(slots, state.seq_lens, tail_len=rows, max_kv_len=budget.max_kv_len)
+        depth = min(self._depth, budget.num_nodes - 1)  # no tree is deeper than its nodes in a row
+        states = module.run_block(roots, positions, batch)[:, :depth].contiguous()
+        logits = module.logits(states.flatten(0, 1)).view(len(slots), depth, -1)
+        if self.sampled or module.block.markov == "rnn":
+            return self._chain(slots, roots, states, logits, budget.num_nodes)
+        best = select_topk(logits.flatten(0, 1), self._top_k)
+        ids, logprobs = (part.view(len(slots), depth, -1) for part in best)
+        candidates = expand_trellis(
+            ids,
+            logprobs,
+            budget.num_nodes - 1,
+            **module.transitions(states, ids, roots)._asdict(),
+            id_map=module.id_map,
+            calibration=self.calibration_table,
+            width=self.topk or 256,
+        )
+        return Proposal(candidates)
+
+    def _chain(self, slots: Tensor, roots: Tensor, states: Tensor, logits: Tensor, num_nodes: int) -> Proposal:
+        """Choose or draw the tokens of a chain one after another, each after the one before it."""
+        module, choose = self.module, self._draw if self.sampled else self._choose
+        markov, before = module.markov, roots
+        carried = None if markov is None else markov.start(states)
+        chosen, of_steps = [], []
+        for step in range(states.shape[1]):
+            scored = logits[:, step]
+            if markov is not None and carried is not None:
+                bias, carried = markov.bias(before, states[:, step], carried)
+                scored = scored + bias
+            of_steps.append(scored)
+            chosen.append(choose(scored, slots, step + 1))
+            before = chosen[-1].ids[:, 0]
+        ids, logprobs = (torch.stack(parts, 1) for parts in zip(*chosen, strict=True))
+        candidates = expand_trellis(ids, logprobs, num_nodes - 1, calibration=self.calibration_table)
+        if not self.sampled:
+            return Proposal(candidates)
+        rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
+        return Proposal(candidates, DrawnFrom(torch.stack(of_steps, 1), rows, module.id_map))
+
+    def _choose(self, logits: Tensor, slots: Tensor, depth: int) -> TopK:
+        best: TopK = select_topk(logits, 1, id_map=self.module.id_map)
+        return best
+
+    def _draw(self, logits: Tensor, slots: Tensor, depth: int) -> TopK:
+        state = self.state
+        # Drafts of a rejected block are dropped: their noise must not come back in the next round.
+        seeds = torch.add(state.seeds, state.seq_lens, alpha=SEED_OF_ROUND)
+        positions = state.seq_lens[slots] + depth
+        drawn: TopK = sample_draft(
+            logits,
+            1,
+            seeds=seeds,
+            positions=positions,
+            temperature=state.temperature,
+            slots=slots,
+            id_map=self.module.id_map,
+        )
+        return drawn
+
+    def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
+        assert features is not None
+        self.learn(committed)
+        lens = self.state.prefix_lens
+        extend = draft_extend_inputs(
+            committed.accepted.tokens,
+            committed.accepted.path,
+            committed.num_valid,
+            lens,
+            committed.num_nodes,
+            slots=slots,
+            cu_seqlens_q=committed.cu_seqlens,
+        )
+        rows = self.state.rows(
+            slots,
+            lens,
+            tail_len=extend.tokens.shape[1],
+            max_kv_len=committed.max_kv_len,
+            num_valid=committed.num_valid,
+        )
+        joined = self.module.join(features[extend.node_rows.flatten()])
+        self.module.inject(joined, extend.positions, rows)
+
+
+@dataclass
+class DFlash(BlockDraft):
+    """Drafts with a DFlash drafter: positions are predicted by themselves.
+
+    Args:
+        head: folder or hub id of the drafter in a published format, a `HeadCheckpoint` or a `DFlashHead`.
+        num_steps: positions that are drafted, 1 to 16; None: all that the block has.
+        topk: most nodes of a depth, 1 to 256; 1 drafts a chain. None: as many as the tree takes.
+        num_candidates: tokens of each position that may become nodes, 1 to 64; None: as published, or 16.
+        num_nodes: tree nodes verified in a round, the root included, 1 to 256. None: num_steps + 1 for a chain, else
+            32; an adaptive engine verifies as many of them as pay.
+        sampled: as for `Eagle3`.
+
+    Raises:
+        ValueError: a number out of range; `sampled` with more than one branch; a head that is none.
+    """
+
+    kind = DFlashHead
+
+
+@dataclass
+class JetSpec(DFlash):
+    """Drafts with a JetSpec drafter, which is one of DFlash with causal blocks.
+
+    Args:
+        head, num_steps, topk, num_candidates, num_nodes, sampled: as for `DFlash`.
+
+    Raises:
+        ValueError: as for `DFlash`; a drafter whose blocks are not causal.
+    """
+
+    def block_of(self, num_target_layers: int) -> BlockConfig:
+        block = super().block_of(num_target_layers)
+        if not all(block.causal):
+            raise ValueError(
+                "JetSpec: head has blocks that are not causal, expected causal ones (DFlash drafts with it)"
+            )
+        return block
+
+
+@dataclass
+class DFlash2(BlockDraft):
+    """Drafts with a DFlash2 drafter: neighboring candidates have scores of their own.
+
+    Args:
+        head, num_steps, topk, num_candidates, num_nodes: as for `DFlash`.
+        sampled: False alone.
+
+    Raises:
+        ValueError: as for `DFlash`; `sampled`.
+    """
+
+    kind = DFlash2Head
+
+
+@dataclass
+class DSpark(BlockDraft):
+    """Drafts with a DSpark drafter: a serial head scores each token by the one before it.
+
+    The tree is the best paths of the trellis that these scores make. A head that carries a state along the path drafts
+    a chain.
+
+    Args:
+        head, num_steps, topk, num_candidates, num_nodes, sampled: as for `DFlash`.
+
+    Raises:
+        ValueError: as for `DFlash`; `topk` above 1 for a head that carries a state.
+    """
+
+    kind = DSparkHead

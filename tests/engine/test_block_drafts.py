@@ -1,0 +1,182 @@
+"""Block drafters: texts are the target's, and drafts those of the formulas."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_kernels.engine import (
+    DFlash,
+    DFlash2,
+    Draft,
+    DraftBudget,
+    DSpark,
+    Engine,
+    JetSpec,
+    Ngram,
+    SamplingParams,
+    Union,
+)
+from specdec_kernels.engine.drafts.proposal import scored_tree_of
+from support.block_drafters import CASES, Drafter, write_drafter, write_target
+from support.exhaustive import thinned
+from support.random_checkpoints import random_prompts
+from support.tiny_checkpoint import Comparison, greedy_by_transformers
+
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+CLASSES: dict[str, Any] = {"dflash": DFlash, "dflash2": DFlash2, "dspark": DSpark}
+NODES, CANDIDATES = 12, 6
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("block") / "target")
+
+
+def make_engine(target: Path, draft: Draft | None, **options: Any) -> Engine:
+    defaults: dict[str, Any] = {"adaptive": False, "max_len": 128, "num_slots": 2, "page_size": 4, "prefill_chunk": 7}
+    return Engine(target, draft=draft, dtype=torch.float32, device="cpu", **(defaults | options))
+
+
+def draft_of(name: str, folder: Path, **options: Any) -> Draft:
+    draft: Draft = (JetSpec if name == "jetspec" else CLASSES[CASES[name].kind])(folder, **options)
+    return draft
+
+
+Tree = dict[tuple[int, ...], float]
+
+
+def record(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, Tree]]:
+    """Return a list that each round extends with each request's text length, and the tree with its scores."""
+    drafted: list[tuple[int, Tree]] = []
+    propose = engine.draft.propose
+
+    def keep(slots: Tensor, budget: DraftBudget) -> Any:
+        proposal = propose(slots, budget)
+        tree, scores = scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state)
+        for b in range(len(slots)):
+            paths: list[tuple[int, ...]] = [()]
+            count = int(tree.num_nodes[b])
+            for token, parent in zip(tree.tokens[b, 1:count].tolist(), tree.parents[b, 1:count].tolist(), strict=True):
+                paths.append((*paths[parent], token))
+            if count > 1:
+                drafted.append(
+                    (int(tree.positions[b, 0]), dict(zip(paths[1:], scores[b, 1:count].tolist(), strict=True)))
+                )
+        return proposal
+
+    patch.setattr(engine.draft, "propose", keep)
+    return drafted
+
+
+@pytest.mark.parametrize("name", thinned(CASES, ("dflash window", "dflash2", "dspark", "dspark gated").__contains__))
+def test_texts_are_the_target_s_and_trees_the_formula_s(name: str, target: Path, tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", name)
+    formula, prompts = Drafter(target, folder), random_prompts(2)
+    comparison = Comparison(formula.target)
+    expected = greedy_by_transformers(formula.target, prompts, 12, eos_token_id=None)
+    is_chain = "rnn" in name
+    options = {} if is_chain else {"num_nodes": NODES, "num_candidates": CANDIDATES}
+    # Patches end before the engine closes the draft, which forgets its attributes. The calibration stays as it is.
+    with make_engine(target, draft_of(name, folder, **options), batch_invariant=True) as engine, patched() as patch:
+        drafted = record(engine, patch)
+        for prompt, output, theirs in zip(prompts, engine.generate(prompts, GREEDY), expected, strict=True):
+            comparison.check(prompt, output.tokens, theirs)
+    assert len(drafted) >= 12
+    wholes = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    for length, tree in drafted[::3]:
+        texts = [whole[: length + 1] for whole in wholes if length < len(whole)]
+        if is_chain:
+            chains = [formula.chain(text) for text in texts]
+            assert list(max(tree, key=len)) in chains
+        else:
+            assert any(is_same(tree, formula.tree(text, NODES - 1, CANDIDATES)) for text in texts)
+    assert len(comparison.near_ties) <= 1
+
+
+patched = pytest.MonkeyPatch.context
+
+
+def is_same(tree: Tree, want: Tree) -> bool:
+    """Return whether two trees have the same paths with the same scores, but for nodes near the cut."""
+    least = min(want.values()) + 1e-3
+    return all(abs(tree.get(path, least) - score) < 2e-3 for path, score in want.items()) and len(tree) == len(want)
+
+
+def test_chain_of_a_serial_head_is_the_best_token_after_each(target: Path, tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", "dspark")
+    formula, prompts = Drafter(target, folder), random_prompts(2)
+    draft = DSpark(folder, topk=1, num_candidates=64)
+    with make_engine(target, draft) as engine, patched() as patch:
+        drafted = record(engine, patch)
+        wholes = [p + o.tokens for p, o in zip(prompts, engine.generate(prompts, GREEDY), strict=True)]
+    for length, tree in drafted[::4]:
+        chains = [formula.chain(whole[: length + 1]) for whole in wholes if length < len(whole)]
+        assert list(max(tree, key=len)) in chains and len(tree) == formula.depth
+
+
+@pytest.mark.parametrize("name", ["dspark", "dspark rnn", "dflash"])
+def test_drawn_blocks_give_texts_and_unions_the_target_s(name: str, target: Path, tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", name)
+    prompts = random_prompts(3)
+    with make_engine(target, None) as engine:
+        plain = [output.tokens for output in engine.generate(prompts, GREEDY)]
+    with make_engine(target, draft_of(name, folder, topk=1, sampled=True)) as engine:
+        assert [output.tokens for output in engine.generate(prompts, GREEDY)] == plain
+        drawn = engine.generate(prompts, replace(GREEDY, temperature=0.8, seed=3))
+        assert [len(output.tokens) for output in drawn] == [12] * 3
+    with make_engine(target, Union(draft_of(name, folder), Ngram(), num_nodes=16), adaptive=True) as engine:
+        assert [output.tokens for output in engine.generate(prompts, GREEDY)] == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("dflash", {"architectures": ["Gemma4DSparkModel"]}, "architectures is ['Gemma4DSparkModel'], expected one of"),
+        ("dflash", {"dflash_config": {"new_entry": 1}}, "config has new_entry, expected no entries that are unknown"),
+        ("dflash", {"use_gemma_norm": True}, "use_gemma_norm is True, expected False (not supported)"),
+        ("dflash", {"num_target_layers": 9}, "num_target_layers is 9, expected the target's 4"),
+        ("dflash", {"block_size": 1}, "block_size is 1, expected 2 to 63"),
+        ("dflash window", {"is_causal": False}, "a layer with a sliding window is not causal"),
+        ("dspark", {"markov_head_type": "other"}, "markov_head_type is 'other', expected one of vanilla, gated, rnn"),
+        ("dspark", {"mask_token_id": None}, "mask_token_id is None, expected a number from 0 on"),
+        ("dspark", {"mask_token_id": 5000}, "mask_token_id is 5000, expected 0 to 198"),
+        ("dspark", {"target_layer_ids": [3]}, "target_layer_ids is [3], expected -1 to 2"),
+        ("dspark", {"num_hidden_layers": 3}, "num_hidden_layers is 3, expected the 2 of the tensors"),
+        ("dflash", {"dflash_config": {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5, expected 1.0"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    name: str, changes: dict[str, Any], message: str, target: Path, tmp_path: Path
+) -> None:
+    if isinstance(changes.get("dflash_config"), dict):
+        changes = {"dflash_config": CASES[name].entries["dflash_config"] | changes["dflash_config"]}
+    folder = write_drafter(tmp_path / "drafter", name)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    with pytest.raises(ValueError) as error:
+        make_engine(target, draft_of(name, folder)).close()
+    assert message in str(error.value)
+
+
+def test_options_and_folders_of_another_kind_are_refused(target: Path, tmp_path: Path) -> None:
+    dflash, rnn = write_drafter(tmp_path / "dflash", "dflash"), write_drafter(tmp_path / "rnn", "dspark rnn")
+    for draft, message in (
+        (DSpark(dflash), "is a DFlash drafter, expected a DSpark drafter (DFlash drafts with it)"),
+        (JetSpec(dflash), "JetSpec: head has blocks that are not causal, expected causal ones (DFlash drafts with it)"),
+        (DFlash(dflash, num_steps=6), "DFlash: num_steps is 6, expected 1 to 5 (the block's)"),
+        (DSpark(rnn, topk=2), "DSpark: topk is 2, expected 1 for a head that carries a state (a chain)"),
+    ):
+        with pytest.raises(ValueError) as error:
+            make_engine(target, draft).close()
+        assert message in str(error.value)
+    with pytest.raises(ValueError, match="DFlash: num_candidates is 65, expected 1 to 64"):
+        DFlash(dflash, num_candidates=65)
+    with pytest.raises(ValueError, match="DFlash: sampled is True with topk=None, expected topk=1"):
+        DFlash(dflash, sampled=True)
