@@ -1,0 +1,201 @@
+"""Random checkpoints with MTP layers whose drafts other engines have recorded (tests/models/mtp_golden.json).
+
+Weights are drawn from numpy's `RandomState`, whose numbers never change, by the tensors' names. This file runs within the
+other engines too, so it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import numpy
+import torch
+from torch import Tensor
+
+HIDDEN, VOCAB, STEPS = 128, 96, 3
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+WIDTH = 64  # of MLPs and experts
+TOKENS = [17, 3, 81, 44, 3, 9, 76, 50, 12, 90, 5]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": WIDTH, "num_hidden_layers": 2,
+    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+    "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class GoldenMtp:
+    """A target with an MTP layer.
+
+    Attributes:
+        model_type: of the target.
+        config: entries of its config beyond `SIZES`.
+        layer: shapes of the MTP layer's tensors, by their names in a checkpoint.
+        final_norm: name of the target's final norm.
+        adds_one: norms multiply by 1 + weight.
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    layer: Shapes
+    final_norm: str = "model.norm"
+    embedding: str = "model.embed_tokens"
+    adds_one: bool = False
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the MTP layer's tensors, and the target's that it shares."""
+        shared = {
+            f"{self.embedding}.weight": (VOCAB, HIDDEN),
+            f"{self.final_norm}.weight": (HIDDEN,),
+            "lm_head.weight": (VOCAB, HIDDEN),
+        }
+        return {name: self.drawn(name, shape) for name, shape in (shared | self.layer).items()}
+
+    def drawn(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        values = numbers(name, shape)
+        if "norm" in name:
+            return 0.3 * values if self.adds_one else 1 + 0.3 * values
+        if len(shape) == 1:  # biases
+            return 0.3 * values
+        return 2 * values / shape[-1] ** 0.5
+
+    @property
+    def states(self) -> Tensor:
+        """Return the target's states [tokens, HIDDEN] before its final norm."""
+        return 2 * numbers("states", (len(TOKENS), HIDDEN))
+
+
+def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
+    drawn = numpy.random.RandomState(crc32(name.encode())).standard_normal(shape)
+    return torch.from_numpy(drawn.astype(numpy.float32))
+
+
+def attention(prefix: str, *, queries: int = 1, head_norms: bool = False, biases: bool = False) -> Shapes:
+    """Return the shapes of an attention layer; `queries` is 2 with a gate for each query."""
+    rows = {"q_proj": queries * HEADS, "k_proj": KV_HEADS, "v_proj": KV_HEADS}
+    shapes: Shapes = {f"{prefix}.{name}.weight": (count * HEAD_DIM, HIDDEN) for name, count in rows.items()}
+    shapes[f"{prefix}.o_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
+    if head_norms:
+        shapes |= {f"{prefix}.{name}.weight": (HEAD_DIM,) for name in ("q_norm", "k_norm")}
+    if biases:
+        shapes |= {f"{prefix}.{name}.bias": (count * HEAD_DIM,) for name, count in rows.items()}
+    return shapes
+
+
+def mlp(prefix: str, *names: str) -> Shapes:
+    """Return the shapes of linears that lead to `WIDTH` elements, and of the one that leads back."""
+    return {f"{prefix}.{name}.weight": (WIDTH, HIDDEN) for name in names} | {
+        f"{prefix}.down_proj.weight": (HIDDEN, WIDTH)
+    }
+
+
+def gated_mlp(prefix: str) -> Shapes:
+    return mlp(prefix, "gate_proj", "up_proj")
+
+
+def vectors(*names: str) -> Shapes:
+    return {f"{name}.weight": (HIDDEN,) for name in names}
+
+
+def qwen() -> Iterator[Shapes]:
+    """Yield the shapes of all that Qwen3-Next and Qwen3.5 have in common."""
+    layer = "mtp.layers.0"
+    yield vectors("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+    yield {"mtp.fc.weight": (HIDDEN, 2 * HIDDEN)}
+    yield vectors(f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
+    yield attention(f"{layer}.self_attn", queries=2, head_norms=True)
+
+
+def qwen_experts(prefix: str, count: int) -> Iterator[Shapes]:
+    yield from (gated_mlp(f"{prefix}.experts.{expert}") for expert in range(count))
+    yield {f"{prefix}.gate.weight": (count, HIDDEN), f"{prefix}.shared_expert_gate.weight": (1, HIDDEN)}
+    yield gated_mlp(f"{prefix}.shared_expert")
+
+
+def mimo() -> Iterator[Shapes]:
+    layer = "model.mtp_layers.0"
+    yield vectors(*(f"{layer}.{name}_layernorm" for name in ("token", "hidden", "final", "input", "post_attention")))
+    yield {f"{layer}.input_proj.weight": (HIDDEN, 2 * HIDDEN)}
+    yield attention(f"{layer}.self_attn", biases=True)
+    yield gated_mlp(f"{layer}.mlp")
+
+
+def ernie() -> Iterator[Shapes]:
+    layer = "model.mtp_block.0"
+    yield vectors("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0")
+    yield {"model.mtp_linear_proj.0.weight": (HIDDEN, 2 * HIDDEN)}
+    yield vectors(f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
+    yield attention(f"{layer}.self_attn")
+    yield gated_mlp(f"{layer}.mlp")
+
+
+def nemotron(num_experts: int) -> Iterator[Shapes]:
+    first, second = "mtp.layers.0", "mtp.layers.1"
+    yield vectors(f"{first}.enorm", f"{first}.hnorm", f"{first}.norm", f"{second}.norm", f"{second}.final_layernorm")
+    yield {f"{first}.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}
+    yield attention(f"{first}.mixer")
+    yield {f"{second}.mixer.gate.weight": (num_experts, HIDDEN)}
+    yield {f"{second}.mixer.gate.e_score_correction_bias": (num_experts,)}
+    yield from (mlp(f"{second}.mixer.experts.{expert}", "up_proj") for expert in range(num_experts))
+    yield mlp(f"{second}.mixer.shared_experts", "up_proj")
+
+
+def joined(shapes: Iterator[Shapes]) -> Shapes:
+    return {name: shape for each in shapes for name, shape in each.items()}
+
+
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH,
+    "shared_expert_intermediate_size": WIDTH, "norm_topk_prob": True,
+}  # fmt: skip
+
+GOLDEN: dict[str, GoldenMtp] = {
+    "qwen3_next": GoldenMtp(
+        "qwen3_next",
+        DELTA | EXPERTS,
+        joined(qwen()) | joined(qwen_experts("mtp.layers.0.mlp", 4)),
+        adds_one=True,
+    ),
+    "qwen3_5": GoldenMtp("qwen3_5_text", DELTA, joined(qwen()) | gated_mlp("mtp.layers.0.mlp"), adds_one=True),
+    "qwen3_5_moe": GoldenMtp(
+        "qwen3_5_moe_text",
+        DELTA | EXPERTS,
+        joined(qwen()) | joined(qwen_experts("mtp.layers.0.mlp", 4)),
+        adds_one=True,
+    ),
+    "nemotron_h": GoldenMtp(
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "full_attention"], "mtp_layers_block_type": ["full_attention", "moe"],
+            "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": WIDTH,
+            "moe_shared_expert_intermediate_size": WIDTH, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True, "layer_norm_epsilon": 1e-6, "num_nextn_predict_layers": 1,
+        },
+        joined(nemotron(4)),
+        final_norm="backbone.norm_f",
+        embedding="backbone.embeddings",
+    ),
+    "mimo": GoldenMtp("mimo", {"num_nextn_predict_layers": 1}, joined(mimo())),
+    "ernie": GoldenMtp(
+        "ernie4_5_moe",
+        {
+            "use_bias": False, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": WIDTH,
+            "moe_num_shared_experts": 1, "moe_layer_start_index": 1, "moe_layer_interval": 1, "moe_layer_end_index": 1,
+            "num_nextn_predict_layers": 1,
+        },
+        joined(ernie()),
+    ),
+}  # fmt: skip
