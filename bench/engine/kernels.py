@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +23,7 @@ class KernelTime:
 
     name: str
     launches: float  # in a round
-    microseconds: float  # of all launches of a round
+    microseconds: float  # of all launches of a round; while a kernel runs that started before, it does not count
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RoundProfile:
         launches: of the graph.
         microseconds: from the first kernel's start to the last one's end.
         idle: the part of them in which no kernel runs.
-        kernels: the longest first. A kernel that starts while another still runs includes its wait.
+        kernels: the longest first. Their times add up to those in which some kernel runs.
     """
 
     launches: int
@@ -44,7 +44,7 @@ class RoundProfile:
 
 
 def profile_rounds(run: Callable[[], object]) -> RoundProfile | None:
-    """Run a function and return the kernels of the graph that takes most of its time; None if it launches no graph."""
+    """Run a function and return the kernels of the graph that it launches most often; None if it launches none."""
     from torch.profiler import ProfilerActivity, profile
 
     with TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def profile_rounds(run: Callable[[], object]) -> RoundProfile | None:
 
 
 def profile_of(events: Iterable[dict[str, Any]]) -> RoundProfile | None:
-    """Return the kernels of the graph that takes most of the time of a trace's events.
+    """Return the kernels of the graph that is launched most often in a trace.
 
     The kernels of a graph's launch share the correlation id of that launch. Launches of the same kernels are launches
     of the same graph.
@@ -73,16 +73,18 @@ def profile_of(events: Iterable[dict[str, Any]]) -> RoundProfile | None:
             graphs[frozenset(Counter(event["name"] for event in launch).items())].append(launch)
     if not graphs:
         return None
-    launches = max(graphs.values(), key=lambda same: sum(map(span, same)))
+    launches = max(graphs.values(), key=lambda same: (len(same), sum(map(span, same))))
     count = len(launches)
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in (event for launch in launches for event in launch):
-        times[short_name(event["name"])].append(event["dur"])
-    kernels = [KernelTime(name, len(durations) / count, sum(durations) / count) for name, durations in times.items()]
+    totals: dict[str, list[float]] = defaultdict(list)
+    for launch in launches:
+        for name, duration in own_times(launch):
+            totals[short_name(name)].append(duration)
+    kernels = [KernelTime(name, len(each) / count, sum(each) / count) for name, each in totals.items()]
+    whole = sum(map(span, launches)) / count
     return RoundProfile(
         count,
-        sum(map(span, launches)) / count,
-        sum(span(launch) - busy(launch) for launch in launches) / count,
+        whole,
+        whole - sum(kernel.microseconds for kernel in kernels),
         sorted(kernels, key=lambda kernel: -kernel.microseconds),
     )
 
@@ -92,13 +94,16 @@ def span(launch: Sequence[dict[str, Any]]) -> float:
     return max(event["ts"] + event["dur"] for event in launch) - min(event["ts"] for event in launch)
 
 
-def busy(launch: Sequence[dict[str, Any]]) -> float:
-    """Return the microseconds in which some kernel runs."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted((event["ts"], event["ts"] + event["dur"]) for event in launch):
-        total += max(0.0, end - max(start, reached))
+def own_times(launch: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Yield each kernel's name and the microseconds in which no kernel runs that started before it.
+
+    Kernels of a dependent launch start early and wait: their durations overlap.
+    """
+    reached = float("-inf")
+    for event in sorted(launch, key=lambda event: float(event["ts"])):
+        end = event["ts"] + event["dur"]
+        yield event["name"], max(0.0, end - max(event["ts"], reached))
         reached = max(reached, end)
-    return total
 
 
 def short_name(name: str) -> str:

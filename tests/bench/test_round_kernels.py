@@ -20,7 +20,7 @@ def event(correlation: int, start: float, duration: float, name: str, category: 
     return {"cat": category, "name": name, "ts": start, "dur": duration, "args": {"correlation": correlation}}
 
 
-def test_kernels_are_those_of_the_graph_that_takes_longest() -> None:
+def test_kernels_are_those_of_the_graph_that_is_launched_most_often() -> None:
     def launch(correlation: int, start: float, count: int) -> list[dict[str, Any]]:
         one = [
             event(correlation, start + 3 * i, 2, "void (anonymous namespace)::a<f<int>(1)>(int)") for i in range(count)
@@ -29,10 +29,15 @@ def test_kernels_are_those_of_the_graph_that_takes_longest() -> None:
 
     others = [{"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 9, "args": {"correlation": 1}}]
     others += [event(900 + i, 1000 + i, 500, "b") for i in range(9)]  # no graph
-    trace = [*launch(1, 0, 10), *launch(2, 100, 8), *launch(3, 200, 10), *others, {"ph": "M"}]
+    trace = [*launch(1, 0, 10), *launch(2, 100, 80), *launch(3, 400, 10), *others, {"ph": "M"}]
     found = kernels.profile_of(trace)
     assert (found.launches, found.microseconds, found.idle) == (2, 29, 8)
-    assert found.kernels == [kernels.KernelTime("a<f<int>(1)>", 10, 20), kernels.KernelTime("Memcpy DtoD", 1, 4)]
+    # The copy from 1 to 5 begins while the first kernel runs, and the second runs meanwhile.
+    assert {(k.name, k.launches) for k in found.kernels} == {("a<f<int>(1)>", 10), ("Memcpy DtoD", 1)}
+    assert sum(k.microseconds for k in found.kernels) == 21
+    assert [
+        round(us, 3) for _, us in kernels.own_times([event(1, 0, 4, "a"), event(1, 1, 9, "b"), event(1, 12, 1, "c")])
+    ] == [4, 6, 1]
     assert kernels.profile_of(others) is None
 
 

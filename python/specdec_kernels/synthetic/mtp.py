@@ -183,4 +183,18 @@ def save_with_mtp(target: Any, tensors: dict[str, Tensor], folder: Path) -> None
     weight_map |= dict.fromkeys(tensors, "mtp.safetensors")
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}, indent=2) + "\n")
+    config |= {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | published_keys(config), indent=2) + "\n")
+
+
+def published_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Return keys that published configs of hybrids have, other engines read, and transformers does not write."""
+    if "full_attention" not in (types := config.get("layer_types", [])) or "linear_attention" not in types:
+        return {}
+    rope = config["rope_parameters"]
+    return {
+        "full_attention_interval": types.index("full_attention") + 1,
+        "partial_rotary_factor": rope["partial_rotary_factor"],
+        "rope_theta": rope["rope_theta"],
+        "mamba_ssm_dtype": "float32",
+    }
