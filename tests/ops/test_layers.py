@@ -847,6 +847,39 @@ def test_moe_route_of_special_scores(renormalize: bool, rows: int, device: torch
     check(got.topk_weights, want.topk_weights.repeat(rows, 1))
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("options", [{}, {"renormalize": True, "scale": 2.5}], ids=["sigmoids", "renormalized"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "experts", "top_k"), [(1, 64, 4), (3, 7, 7), (64, 256, 8), (65, 128, 8), (0, 5, 2), (30, 300, 5)]
+)
+def test_moe_route_by_sigmoids_matches_reference(
+    rows: int, experts: int, top_k: int, biased: bool, options: dict[str, Any], device: torch.device
+) -> None:
+    """Many scores tie, and equal scores have equal sigmoids on every device."""
+    scores = ((torch.randn(rows, experts) * 3).round() / 2).to(torch.bfloat16 if rows % 2 else torch.float32)
+    bias = torch.randint(-8, 8, (experts,)) / 37 if biased else None
+    options = options | {"activation": "sigmoid"}
+    got = sd.moe_route(scores.to(device), top_k, bias=None if bias is None else bias.to(device), **options)
+    want = reference.moe_route(scores, top_k, bias=bias, **options)
+    for name in ("topk_ids", "sorted_pairs", "expert_ends"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+    if rows:
+        check(got.topk_weights, want.topk_weights)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+def test_moe_route_by_sigmoids_of_special_scores(rows: int, device: torch.device) -> None:
+    """NaN is selected last and weighs nothing."""
+    nan, inf = torch.nan, torch.inf
+    scores = torch.tensor([[nan, 1, -inf, 2, nan], [inf, 5, inf, nan, -inf], [nan] * 5])
+    got = sd.moe_route(scores.repeat(rows, 1).to(device), 4, activation="sigmoid", renormalize=True)
+    want = reference.moe_route(scores, 4, activation="sigmoid", renormalize=True)
+    assert want.topk_ids.tolist() == [[3, 1, 2, 0], [0, 2, 1, 4], [0, 1, 2, 3]]
+    assert torch.equal(got.topk_ids.cpu(), want.topk_ids.repeat(rows, 1))
+    check(got.topk_weights, want.topk_weights.repeat(rows, 1))
+
+
 def test_moe_route_rows_do_not_depend_on_batch(device: torch.device) -> None:
     scores = torch.randn(200, 100, device=device)
     whole = sd.moe_route(scores, 6)
@@ -864,6 +897,11 @@ def test_moe_route_rows_do_not_depend_on_batch(device: torch.device) -> None:
         ({"top_k": 9}, "top_k is 9, expected 1 to 8"),
         ({"top_k": 33, "scores": torch.zeros(2, 64)}, "top_k is 33, expected 1 to 32"),
         ({"scores": torch.zeros(70000, 8)}, "pairs is 280000, expected 0 to 262144"),
+        ({"activation": "silu"}, "activation is silu, expected softmax or sigmoid"),
+        ({"bias": torch.zeros(8)}, "bias is given, expected none with softmax"),
+        ({"scale": 2.0}, "scale is 2.000000, expected 1 with softmax"),
+        ({"activation": "sigmoid", "bias": torch.zeros(7)}, "bias has shape [7], expected [experts=8]"),
+        ({"activation": "sigmoid", "scale": 0.0}, "scale is 0.000000, expected a finite float32 above 0"),
     ],
 )
 def test_moe_route_error_messages(changes: dict[str, Any], message: str) -> None:

@@ -146,7 +146,10 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
             )
             for options in ({}, {"gated": True})
         ],
-        "moe_route": lambda: [((floats(5, 9), 3), options) for options in ({}, {"renormalize": True})],
+        "moe_route": lambda: [
+            ((floats(5, 9), 3), options)
+            for options in ({}, {"renormalize": True}, {"activation": "sigmoid", "bias": floats(9), "scale": 1.5})
+        ],
         "moe_combine": lambda: [((floats(6, 40), floats(2, 3)), {})],
         "quantize_fp8": lambda: [((floats(3, 200),), {}), ((floats(3, 200),), {"group_size": 128})],
         "rope_qkv_write_kv": lambda: [

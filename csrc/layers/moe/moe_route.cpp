@@ -10,13 +10,21 @@
 namespace specdec::layers {
 
 void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool renormalize,
-               const TensorView& out_topk_ids, const TensorView& out_topk_weights, const TensorView& out_sorted_pairs,
+               const std::string& activation, const OptTensor& bias, double scale, const TensorView& out_topk_ids,
+               const TensorView& out_topk_weights, const TensorView& out_sorted_pairs,
                const TensorView& out_expert_ends) {
   Check check("moe_route");
   Dim T{"rows"}, E{"experts"}, J{"top_k", top_k};
   check.strided("scores", scores, {T, E}, kFloats);
   check.range("experts", E, 1, kMaxExperts);
   check.range("top_k", top_k, 1, std::min<int64_t>(E, kMaxTopK));
+  check.that(activation == "softmax" || activation == "sigmoid", "activation", {"is ", activation},
+             {"softmax or sigmoid"});
+  const bool sigmoid = activation == "sigmoid";
+  check.that(sigmoid || !bias, "bias", {"is given"}, {"none with softmax"});
+  check.that(sigmoid || scale == 1, "scale", {"is ", scale}, {"1 with softmax"});
+  check.tensor("bias", bias, {E}, kFloat32);
+  const float factor = check.factor("scale", scale);
   Dim M{"pairs", T * J};
   check.range("pairs", M, 0, kMaxSmallMRows);
   check.output("out.topk_ids", out_topk_ids, {T, J}, kInt64);
@@ -26,6 +34,7 @@ void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool 
 
   const MoeRouteParams params{
       .scores = scores.data<void>(),
+      .bias = data_or_null<const float>(bias),
       .topk_ids = out_topk_ids.data<int64_t>(),
       .topk_weights = out_topk_weights.data<float>(),
       .sorted_pairs = out_sorted_pairs.data<int64_t>(),
@@ -36,14 +45,39 @@ void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool 
       .scores_stride = scores.stride(0),
       .dtype = dtype_of(scores),
       .renormalize = renormalize,
+      .sigmoid = sigmoid,
+      .scale = factor,
   };
   SD_DISPATCH(check, stream, moe_route, params);
 }
+
+namespace {
+
+template <class T>
+void select_by_sigmoid(const MoeRouteParams& p, int64_t row, const T* scores) {
+  BestList<kMaxTopK> best(static_cast<int>(p.top_k));
+  for (int64_t e = 0; e < p.experts; ++e)
+    best.offer(sigmoid_choice(p, to_float(scores[e]), e), static_cast<int32_t>(e));
+  float* const weights = p.topk_weights + row * p.top_k;
+  float sum = p.renormalize ? kSigmoidSumEps : 1;
+  for (int64_t j = 0; j < p.top_k; ++j) {
+    p.topk_ids[row * p.top_k + j] = best.ids()[j];
+    weights[j] = sigmoid_weight(to_float(scores[best.ids()[j]]));
+    sum += p.renormalize ? weights[j] : 0;
+  }
+  for (int64_t j = 0; j < p.top_k; ++j) weights[j] = weights[j] / sum * p.scale;
+}
+
+}  // namespace
 
 void moe_route_cpu(const MoeRouteParams& p) {
   with_float_type(p.dtype, [&]<class T>() {
     for (int64_t row = 0; row < p.rows; ++row) {
       const T* const scores = static_cast<const T*>(p.scores) + row * p.scores_stride;
+      if (p.sigmoid) {
+        select_by_sigmoid(p, row, scores);
+        continue;
+      }
       BestList<kMaxTopK> best(static_cast<int>(p.top_k));
       offer_row(scores, p.experts, best);
       const float largest = best.scores()[0];

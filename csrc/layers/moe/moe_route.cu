@@ -1,4 +1,4 @@
-// MoE routing: top-k experts per row, softmax weights, and (row, expert) pairs sorted by expert.
+// MoE routing: top-k experts per row, softmax or sigmoid weights, and (row, expert) pairs sorted by expert.
 //
 // Selection: one warp per row. Lanes hold the scores as ordered integers; top_k times, the maximum over all lanes is
 // found and removed. Sorting: one block, by counting. Each warp owns a contiguous range of pairs, counts them by
@@ -21,7 +21,7 @@ constexpr int kMaxCounts = 8192;  // warps * experts
 static_assert(kMaxCounts >= kMaxExperts && kSortThreads >= kMaxExperts && kFewThreads >= kFewExperts);
 
 // Select a row's experts; called by one warp. Lane j calls emit(j, expert) for the j-th best expert.
-template <class T, int kScoresPerLane, class Emit>
+template <class T, int kScoresPerLane, bool kSigmoid, class Emit>
 __device__ void select_experts(const MoeRouteParams& p, int64_t row, Emit emit) {
   const int lane = lane_id(), experts = static_cast<int>(p.experts), top_k = static_cast<int>(p.top_k);
   const T* const scores = static_cast<const T*>(p.scores) + row * p.scores_stride;
@@ -29,12 +29,16 @@ __device__ void select_experts(const MoeRouteParams& p, int64_t row, Emit emit) 
 #pragma unroll
   for (int i = 0; i < kScoresPerLane; ++i) {
     const int expert = i * kWarp + lane;
-    keys[i] = expert < experts ? order_key(to_float(scores[expert])) : 0;
-    largest = max(largest, keys[i]);
+    if constexpr (kSigmoid) {
+      keys[i] = expert < experts ? order_key(sigmoid_choice(p, to_float(scores[expert]), expert)) : 0;
+    } else {
+      keys[i] = expert < experts ? order_key(to_float(scores[expert])) : 0;
+      largest = max(largest, keys[i]);
+    }
   }
-  const float best = key_float(__reduce_max_sync(kFullMask, largest));
+  const float best = kSigmoid ? 0 : key_float(__reduce_max_sync(kFullMask, largest));
   float sum = 0;
-  if (!p.renormalize) {
+  if (!kSigmoid && !p.renormalize) {
 #pragma unroll
     for (int i = 0; i < kScoresPerLane; ++i) sum += keys[i] > 0 ? score_weight(key_float(keys[i]), best) : 0;
     sum = warp_sum(sum);
@@ -57,11 +61,20 @@ __device__ void select_experts(const MoeRouteParams& p, int64_t row, Emit emit) 
       if (expert == static_cast<uint32_t>(i * kWarp + lane)) keys[i] = 0;
     if (lane == j) key = top, selected = static_cast<int>(expert);
   }
-  const float weight = lane < top_k ? score_weight(key_float(key), best) : 0;
+  float weight = 0;
+  if (lane < top_k) {
+    if constexpr (kSigmoid)
+      weight = sigmoid_weight(to_float(scores[selected]));
+    else
+      weight = score_weight(key_float(key), best);
+  }
   if (p.renormalize) sum = warp_sum(weight);
   if (lane >= top_k) return;
   p.topk_ids[row * top_k + lane] = selected;
-  p.topk_weights[row * top_k + lane] = weight / sum;
+  if constexpr (kSigmoid)
+    p.topk_weights[row * top_k + lane] = (p.renormalize ? weight / (sum + kSigmoidSumEps) : weight) * p.scale;
+  else
+    p.topk_weights[row * top_k + lane] = weight / sum;
   emit(lane, selected);
 }
 
@@ -115,23 +128,23 @@ __device__ void sort_pairs(const MoeRouteParams& p, ExpertOf expert_of) {
   }
 }
 
-template <class T, int kScoresPerLane>
+template <class T, int kScoresPerLane, bool kSigmoid>
 __global__ void __launch_bounds__(kFewThreads) route_few_kernel(MoeRouteParams p) {
   __shared__ uint16_t topk_ids[kFewRows * kMaxTopK];
   begin_kernel();
   const int top_k = static_cast<int>(p.top_k);
   for (int row = warp_id(); row < p.rows; row += static_cast<int>(blockDim.x) / kWarp)
-    select_experts<T, kScoresPerLane>(
+    select_experts<T, kScoresPerLane, kSigmoid>(
         p, row, [&](int j, int expert) { topk_ids[row * top_k + j] = static_cast<uint16_t>(expert); });
   __syncthreads();
   sort_pairs(p, [&](int pair) { return static_cast<int>(topk_ids[pair]); });
 }
 
-template <class T, int kScoresPerLane>
+template <class T, int kScoresPerLane, bool kSigmoid>
 __global__ void __launch_bounds__(kSelectThreads) select_experts_kernel(MoeRouteParams p) {
   begin_kernel();
   const int64_t row = int64_t{blockIdx.x} * (kSelectThreads / kWarp) + warp_id();
-  if (row < p.rows) select_experts<T, kScoresPerLane>(p, row, [](int, int) {});
+  if (row < p.rows) select_experts<T, kScoresPerLane, kSigmoid>(p, row, [](int, int) {});
 }
 
 __global__ void __launch_bounds__(kSortThreads) sort_pairs_kernel(MoeRouteParams p) {
@@ -139,30 +152,33 @@ __global__ void __launch_bounds__(kSortThreads) sort_pairs_kernel(MoeRouteParams
   sort_pairs(p, [&](int pair) { return static_cast<int>(p.topk_ids[pair]); });
 }
 
-template <class T, int kScoresPerLane>
+template <class T, int kScoresPerLane, bool kSigmoid>
 void start_few(const MoeRouteParams& p, Stream stream) {
   const int64_t warps = std::max((p.experts + kWarp - 1) / kWarp, std::min<int64_t>(p.rows, kFewThreads / kWarp));
-  launch("moe_route", route_few_kernel<T, kScoresPerLane>, {.grid = 1, .threads = static_cast<unsigned>(warps * kWarp)},
-         stream, p);
+  launch("moe_route", route_few_kernel<T, kScoresPerLane, kSigmoid>,
+         {.grid = 1, .threads = static_cast<unsigned>(warps * kWarp)}, stream, p);
 }
 
-template <class T, int kScoresPerLane>
+template <class T, int kScoresPerLane, bool kSigmoid>
 void start_many(const MoeRouteParams& p, Stream stream) {
   constexpr int64_t kRows = kSelectThreads / kWarp;
   if (p.rows > 0)  // else the sort alone sets all ends to 0
-    launch("moe_route", select_experts_kernel<T, kScoresPerLane>,
+    launch("moe_route", select_experts_kernel<T, kScoresPerLane, kSigmoid>,
            {.grid = grid_x("moe_route", (p.rows + kRows - 1) / kRows), .threads = kSelectThreads}, stream, p);
   launch("moe_route", sort_pairs_kernel, {.grid = 1, .threads = kSortThreads}, stream, p);
+}
+
+template <class T, bool kSigmoid>
+void start(const MoeRouteParams& p, Stream stream) {
+  if (p.rows <= kFewRows && p.experts <= kFewExperts)
+    return p.experts <= 4 * kWarp ? start_few<T, 4, kSigmoid>(p, stream) : start_few<T, 8, kSigmoid>(p, stream);
+  p.experts <= 8 * kWarp ? start_many<T, 8, kSigmoid>(p, stream) : start_many<T, 32, kSigmoid>(p, stream);
 }
 
 }  // namespace
 
 void moe_route_cuda(const MoeRouteParams& p, Stream stream) {
-  with_float_type(p.dtype, [&]<class T>() {
-    if (p.rows <= kFewRows && p.experts <= kFewExperts)
-      return p.experts <= 4 * kWarp ? start_few<T, 4>(p, stream) : start_few<T, 8>(p, stream);
-    p.experts <= 8 * kWarp ? start_many<T, 8>(p, stream) : start_many<T, 32>(p, stream);
-  });
+  with_float_type(p.dtype, [&]<class T>() { p.sigmoid ? start<T, true>(p, stream) : start<T, false>(p, stream); });
 }
 
 }  // namespace specdec::layers

@@ -1,8 +1,9 @@
-// moe_route: MoE routing. Selects each row's top-k experts by router score, computes routing weights by softmax, and
-// sorts (row, expert) pairs by expert for moe_grouped_gemm.
+// moe_route: MoE routing. Selects each row's top-k experts by router score, computes routing weights by softmax or
+// sigmoid, and sorts (row, expert) pairs by expert for moe_grouped_gemm.
 #pragma once
 
 #include <cmath>
+#include <string>
 
 #include "core/dispatch.h"
 #include "core/exact_math.h"
@@ -14,6 +15,7 @@ constexpr int64_t kMaxTopK = 32;
 
 struct MoeRouteParams {
   const void* scores;     // [rows, experts]
+  const float* bias;      // [experts] or null, added to the sigmoids that experts are selected by
   int64_t* topk_ids;      // [rows, top_k], best first; ties go to the lower id, and NaN counts as -inf
   float* topk_weights;    // [rows, top_k]
   int64_t* sorted_pairs;  // [rows * top_k], indices into topk_ids, sorted by expert, then by row
@@ -21,7 +23,9 @@ struct MoeRouteParams {
   int64_t rows, experts, top_k;
   int64_t scores_stride;  // between rows, in elements
   Dtypes dtype;
-  bool renormalize;  // softmax over the selected experts, else over all
+  bool renormalize;  // softmax over the selected experts, else over all; sigmoids over their sum
+  bool sigmoid;      // weights are sigmoids of scores, not their softmax
+  float scale;       // of sigmoid weights
 
   SD_HD int64_t pairs() const { return rows * top_k; }
 };
@@ -29,8 +33,20 @@ struct MoeRouteParams {
 // Return a score's unnormalized softmax weight, given the largest score of its row.
 SD_HD float score_weight(float score, float largest) { return expf(below_max(score, largest)); }
 
+// Added to a sum of sigmoids before they are divided by it.
+constexpr float kSigmoidSumEps = 1e-20f;
+
+// Return the sigmoid of a score, 0 for NaN.
+SD_HD float sigmoid_weight(float score) { return score == score ? div(1.0f, add(1.0f, expf(-score))) : 0.0f; }
+
+// Return what a sigmoid router selects by.
+SD_HD float sigmoid_choice(const MoeRouteParams& p, float score, int64_t expert) {
+  return score == score ? add(sigmoid_weight(score), p.bias ? p.bias[expert] : 0.0f) : -INFINITY;
+}
+
 void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool renormalize,
-               const TensorView& out_topk_ids, const TensorView& out_topk_weights, const TensorView& out_sorted_pairs,
+               const std::string& activation, const OptTensor& bias, double scale, const TensorView& out_topk_ids,
+               const TensorView& out_topk_weights, const TensorView& out_sorted_pairs,
                const TensorView& out_expert_ends);
 
 void moe_route_cpu(const MoeRouteParams& p);

@@ -293,6 +293,9 @@ def moe_route(
     top_k: int,
     *,
     renormalize: bool = False,
+    activation: Literal["softmax", "sigmoid"] = "softmax",
+    bias: Tensor | None = None,
+    scale: float = 1.0,
     out: Routing | None = None,
     stream: int | None = None,
 ) -> Routing:
@@ -302,7 +305,11 @@ def moe_route(
         scores: [T, E] router scores (logits), float32, float16 or bfloat16, at most 1024 experts; rows may be strided.
             Ties go to the lower expert id, and NaN counts as -inf.
         top_k: experts per row, 1 to min(E, 32); T * top_k is at most 262144.
-        renormalize: softmax over the scores of the selected experts; else over all.
+        renormalize: softmax over the scores of the selected experts, else over all; sigmoids are divided by their sum
+            (and 1e-20).
+        activation: weights are the softmax of the scores, or their sigmoids (DeepSeek-V3, arXiv 2412.19437).
+        bias: [E] float32, only with "sigmoid": experts are selected by sigmoids plus bias, which weights leave out.
+        scale: factor of the weights, above 0; 1 with "softmax".
         out: preallocated result.
         stream: CUDA stream; None: the current one.
 
@@ -310,7 +317,8 @@ def moe_route(
         Routing: per row the best expert first, and per expert its pairs in row order.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; a size out of range.
+        ValueError: wrong dtype, shape, device or stride; a size or scale out of range; an unknown activation; bias or
+            scale with "softmax".
     """
     op = "moe_route"
     if out is None:
@@ -323,7 +331,7 @@ def moe_route(
         )
     elif not isinstance(out, Routing):
         raise wrong_type(op, "out", out, Routing)
-    _C.moe_route(stream, scores, top_k, renormalize, *out)
+    _C.moe_route(stream, scores, top_k, renormalize, activation, bias, scale, *out)
     return out
 
 

@@ -135,20 +135,35 @@ def moe_grouped_gemm(
     return out
 
 
-def moe_route(scores: Tensor, top_k: int, *, renormalize: bool = False) -> Routing:
+def moe_route(
+    scores: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool = False,
+    activation: str = "softmax",
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> Routing:
     """Route in float64."""
     wide = scores.double()
     wide = wide.masked_fill(wide.isnan(), -torch.inf)
-    best, topk_ids = wide.sort(dim=1, descending=True, stable=True)
-    # The largest score has the weight 1, even if it is infinite.
-    weights = torch.where(best == best[:, :1], 0, best - best[:, :1]).exp()
-    topk_ids, selected = topk_ids[:, :top_k], weights[:, :top_k]
+    if activation == "sigmoid":
+        weights = wide.sigmoid()
+        choice = weights if bias is None else weights + bias.double()
+        choice = choice.masked_fill(scores.isnan(), -torch.inf)
+        topk_ids = choice.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+        selected = weights.gather(1, topk_ids)
+        topk_weights = scale * (selected / (selected.sum(1, keepdim=True) + 1e-20) if renormalize else selected)
+    else:
+        best, topk_ids = wide.sort(dim=1, descending=True, stable=True)
+        # The largest score has the weight 1, even if it is infinite.
+        weights = torch.where(best == best[:, :1], 0, best - best[:, :1]).exp()
+        topk_ids, selected = topk_ids[:, :top_k], weights[:, :top_k]
+        topk_weights = selected / (selected if renormalize else weights).sum(1, keepdim=True)
     flat, sorted_pairs = topk_ids.flatten().sort(stable=True)
     all_experts = torch.arange(scores.shape[1], device=scores.device)
     expert_ends = torch.searchsorted(flat, all_experts, right=True, out_int32=True)
-    return Routing(
-        topk_ids, selected / (selected if renormalize else weights).sum(1, keepdim=True), sorted_pairs, expert_ends
-    )
+    return Routing(topk_ids, topk_weights, sorted_pairs, expert_ends)
 
 
 def moe_combine(expert_outputs: Tensor, topk_weights: Tensor) -> Tensor:
