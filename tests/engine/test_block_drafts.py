@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,6 +24,10 @@ from specdec_kernels.engine import (
     Union,
 )
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
+from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance, mean_accept_length
+from specdec_kernels.synthetic.block import block_text_length, save_block_drafter, synthetic_block
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
+from specdec_kernels.synthetic.shapes import shape_config
 from support.block_drafters import CASES, Drafter, write_drafter, write_target
 from support.exhaustive import thinned
 from support.random_checkpoints import random_prompts
@@ -121,7 +125,7 @@ def test_chain_of_a_serial_head_is_the_best_token_after_each(target: Path, tmp_p
         assert list(max(tree, key=len)) in chains and len(tree) == formula.depth
 
 
-@pytest.mark.parametrize("name", ["dspark", "dspark rnn", "dflash"])
+@pytest.mark.parametrize("name", thinned(("dspark", "dspark rnn", "dflash"), "dspark".__eq__))
 def test_drawn_blocks_give_texts_and_unions_the_target_s(name: str, target: Path, tmp_path: Path) -> None:
     folder = write_drafter(tmp_path / "drafter", name)
     prompts = random_prompts(3)
@@ -133,6 +137,45 @@ def test_drawn_blocks_give_texts_and_unions_the_target_s(name: str, target: Path
         assert [len(output.tokens) for output in drawn] == [12] * 3
     with make_engine(target, Union(draft_of(name, folder), Ngram(), num_nodes=16), adaptive=True) as engine:
         assert [output.tokens for output in engine.generate(prompts, GREEDY)] == plain
+
+
+def synthetic() -> tuple[Any, SyntheticText]:
+    """Return a synthetic target and its text, with room for the values of a block drafter."""
+    config = shape_config("tiny")
+    config.update({"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1024})
+    text = SyntheticText.of(config.vocab_size, block_text_length(config))
+    return synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32), text
+
+
+@pytest.mark.parametrize("kind", thinned(("dspark", "dflash"), "dspark".__eq__))
+def test_synthetic_drafter_has_the_published_acceptance_and_its_tree_more(
+    kind: Literal["dspark", "dflash"], tmp_path: Path
+) -> None:
+    target, text = synthetic()
+    acceptance = PublishedAcceptance("chat", kind)
+    folder = save_block_drafter(
+        *synthetic_block(target, text, acceptance, kind, num_layers=4, rank=32), tmp_path / kind
+    )
+    lengths = []
+    for options in ({"topk": 1}, {"num_nodes": 16}, {"num_nodes": 32}):
+        draft = CLASSES[kind](folder, **options)
+        with make_engine(target, draft, max_len=200, prefill_chunk=512) as engine:
+            [output] = engine.generate([text.tokens(3, 10)], replace(GREEDY, max_new_tokens=128))
+        assert output.tokens == text.tokens(13, 128)
+        lengths.append(output.stats.accept_length)
+    chain, small, large = lengths
+    assert chain == pytest.approx(mean_accept_length(acceptance.rates), rel=0.1)
+    assert chain + 0.5 < small < large - 0.3
+
+
+def test_synthetic_drafter_refuses_by_name() -> None:
+    target, text = synthetic()
+    acceptance = EvenAcceptance(3.0)
+    with pytest.raises(ValueError, match=r"^synthetic_block: num_layers is 3, expected at least 4 for 7 rows$"):
+        synthetic_block(target, text, acceptance, "dspark", num_layers=3)
+    longer = SyntheticText.of(1024, 129)
+    with pytest.raises(ValueError, match=r"^synthetic_block: text has 129 tokens, expected at most 128$"):
+        synthetic_block(target, longer, acceptance, "dflash")
 
 
 @pytest.mark.parametrize(
