@@ -13,8 +13,8 @@ embeddings of the tokens of their positions. One more layer, in which a row atte
 the state that gives the acceptance's logits. Injected states of the target become the mask token's embedding, so that
 they are read and add nothing.
 
-The maps are solved for all tokens of the text, so it has at most half as many as a value has elements. All other weights
-are noise.
+The maps are solved for all tokens of the text, so it has at most half as many as a value has elements. All other
+weights are noise.
 """
 
 from __future__ import annotations
