@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
@@ -24,7 +22,7 @@ from support.exhaustive import exhaustive, thinned
 from support.hybrid_cases import DELTA
 from support.hybrid_cases import EXPERTS as HYBRID_EXPERTS
 from support.mtp_checkpoints import CASES, LATENT, Reference, write_nemotron_with_mtp, write_target_with_mtp
-from support.quantized_checkpoints import FORMATS
+from support.quantized_checkpoints import quantize
 from support.random_checkpoints import EXPERTS, random_prompts
 from support.recorded_chains import record_chains
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
@@ -303,21 +301,6 @@ def accepted_of(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return [[count for new in request for count in new.rounds] for request in requests]
 
 
-def quantize(folder: Path, name: str, linears: str) -> None:
-    """Quantize the linears of a checkpoint whose names match."""
-    config, write = FORMATS[name]
-    file, tensors = folder / "model.safetensors", dict[str, torch.Tensor]()
-    for key, tensor in load_file(file).items():
-        if re.fullmatch(linears, key):
-            parts = write(tensor).tensors
-            tensors |= {key.removesuffix("weight") + part: values.contiguous() for part, values in parts.items()}
-        else:
-            tensors[key] = tensor
-    save_file(tensors, file, metadata={"format": "pt"})
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
-
-
 @pytest.mark.parametrize("name", ["fp8 weights alone", "awq"])
 def test_quantized_targets_draft_with_a_layer_that_is_not(name: str, tmp_path: Path) -> None:
     folder, prompts = write_target_with_mtp(tmp_path / "target", "qwen3_next"), random_prompts(2)
@@ -328,12 +311,20 @@ def test_quantized_targets_draft_with_a_layer_that_is_not(name: str, tmp_path: P
         assert texts(engine, prompts) == expected
 
 
-def test_quantized_layers_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_next", *exhaustive("deepseek_v3")])
+def test_layers_of_8_bits_keep_the_text(name: str, tmp_path: Path) -> None:
+    folder, prompts = write_target_with_mtp(tmp_path / "target", name), random_prompts(2)
+    quantize(folder, "fp8 weights alone", r".*_proj(_with_mqa)?\.weight")
+    with make_engine(folder, None) as engine:
+        expected = texts(engine, prompts)
+    with make_engine(folder, MTP(**TREE)) as engine:
+        assert texts(engine, prompts) == expected
+
+
+def test_layers_of_4_bits_are_refused_by_name(tmp_path: Path) -> None:
     folder = write_target_with_mtp(tmp_path / "target", "qwen3_next")
-    quantize(folder, "fp8 weights alone", r".*_proj\.weight")
+    quantize(folder, "awq", r".*_proj\.weight")
     with make_engine(folder, None) as engine:  # the target runs
         texts(engine, random_prompts(1))
-    with pytest.raises(
-        ValueError, match=r"has mtp\.layers\.0\..*_proj\.weight of torch\.float8_e4m3fn, expected one of"
-    ):
+    with pytest.raises(ValueError, match=r"has mtp\.layers\.0\..*_proj\.\w+ of torch\.int32, expected one of"):
         make_engine(folder, MTP(**CHAIN))

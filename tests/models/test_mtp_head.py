@@ -18,8 +18,9 @@ from specdec_kernels.models.heads.mtp import MtpCheckpoint, MtpHead, load_mtp_he
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.mtp_layouts import MIMO, NEXTN, QWEN
-from support.exhaustive import thinned
+from support.exhaustive import exhaustive, thinned
 from support.mtp_checkpoints import CASES, NUM_LAYERS, Reference, write_nemotron_with_mtp, write_target_with_mtp
+from support.quantized_checkpoints import quantize
 
 TEXT, STEPS = [17, 3, 101, 44, 3, 9, 76, 150, 12], 3
 
@@ -142,6 +143,24 @@ def test_embedding_and_head_that_differ_from_the_target_s_are_the_layer_s_own(tm
     close(logits, theirs)
 
 
+@pytest.mark.parametrize("name", ["fp8 blocks", *exhaustive("fp8 rows", "fp8 static")])
+def test_layer_of_8_bits_drafts_as_its_dequantized_weights(name: str, tmp_path: Path) -> None:
+    folders = [write_target_with_mtp(tmp_path / which, "deepseek_v3") for which in ("plain", "quantized")]
+    target = target_of(folders[0])
+    layer = rf"model\.layers\.{NUM_LAYERS}\..*_proj(_with_mqa)?\.weight"
+    means = quantize(folders[1], name, layer)
+    chain, logits = drafted(head_of(folders[1], target), target)
+    save_file(
+        {key: tensor.contiguous() for key, tensor in means.items()}, folders[0] / "model.safetensors", {"format": "pt"}
+    )
+    expected, theirs = drafted(head_of(folders[0], target), target)
+    assert chain == expected
+    torch.testing.assert_close(logits, theirs)
+    rewrite(folders[1], lambda tensors: {key: t for key, t in tensors.items() if "q_b_proj.weight_scale" not in key})
+    with pytest.raises(ValueError, match=r"has model\.layers\.2\.self_attn\.q_b_proj\.weight of torch\.float8_e4m3fn"):
+        head_of(folders[1], target)
+
+
 def test_head_drafts_among_some_tokens(tmp_path: Path) -> None:
     """The rows of its logits are those of the whole head at these tokens."""
     folder = write_target_with_mtp(tmp_path / "target", "glm4_moe")
@@ -200,8 +219,8 @@ def rewrite(folder: Path, change: Any) -> None:
         ),
         (
             lambda tensors: tensors | {"mtp.fc.weight": tensors["mtp.fc.weight"].to(torch.float8_e4m3fn)},
-            "has mtp.fc.weight of torch.float8_e4m3fn, expected one of torch.float32, torch.float16, torch.bfloat16 "
-            "(heads are not dequantized)",
+            "has mtp.fc.weight of torch.float8_e4m3fn, expected one of torch.float32, torch.float16, torch.bfloat16, "
+            "or FP8 with scales",
         ),
     ],
 )

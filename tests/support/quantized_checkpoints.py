@@ -182,4 +182,20 @@ def write_model(folder: Path, name: str, model_type: str = "llama", **changes: A
     return other, twin
 
 
+def quantize(folder: Path, name: str, linears: str) -> dict[str, Tensor]:
+    """Quantize the linears of a checkpoint whose names match, and return all tensors with dequantized weights."""
+    config, write = FORMATS[name]
+    file, tensors, means = folder / "model.safetensors", dict[str, Tensor](), dict[str, Tensor]()
+    for key, tensor in load_file(file).items():
+        means[key] = tensors[key] = tensor
+        if re.fullmatch(linears, key):
+            written = write(tensors.pop(key))
+            tensors |= {key.removesuffix("weight") + part: t.contiguous() for part, t in written.tensors.items()}
+            means[key] = written.means
+    save_file(tensors, file, metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    return means
+
+
 EXPERTS = {"moe_intermediate_size": 160, "num_experts": 4, "num_experts_per_tok": 2}

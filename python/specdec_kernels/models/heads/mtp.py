@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ...ops import rms_norm_concat
 from ..backends.native import CausalLM
@@ -25,9 +25,11 @@ from ..layers.embedding import LMHead
 from ..layers.linear import Linear, linear_of
 from ..layers.norm import Norm, RMSNorm
 from ..layers.paged_batch import PagedBatch
+from ..layers.quantized import Fp8Weight
 from ..weights.checkpoint import load_tensors, local_folder, some, tensor_names
+from ..weights.formats import fitting_weight
 from ..weights.loading import DTYPES, check_modules, place
-from ..weights.model_config import config_of
+from ..weights.model_config import config_of, scheme_in
 from ..weights.mtp_layouts import (
     EMBEDDING,
     EMBEDDING_NORM,
@@ -96,21 +98,39 @@ class MtpCheckpoint:
         return self.layout.prefix_of(self.config.num_hidden_layers + self.index)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the layer's tensors by our names.
+        """Return the layer's tensors by our names; quantized linears of FP8 are dequantized.
 
         Raises:
-            ValueError: a tensor of quantized elements.
+            ValueError: a tensor of other quantized elements, or one that lacks its scales.
         """
+        stored = dequantized(load_tensors(self.folder, lambda key: key.startswith(self.prefix)), self.folder)
         tensors: dict[str, Tensor] = {}
-        for key, tensor in load_tensors(self.folder, lambda key: key.startswith(self.prefix)).items():
+        for key, tensor in stored.items():
             if tensor.dtype not in DTYPES:
+                known = ", ".join(map(str, DTYPES))
                 raise ValueError(
-                    f"{NAME}: {self.folder} has {key} of {tensor.dtype}, expected one of {', '.join(map(str, DTYPES))} "
-                    "(heads are not dequantized)"
+                    f"{NAME}: {self.folder} has {key} of {tensor.dtype}, expected one of {known}, or FP8 with scales"
                 )
             if not key.endswith("rotary_emb.inv_freq"):
                 tensors[self.layout.own_name(key.removeprefix(self.prefix))] = tensor
         return tensors
+
+
+def dequantized(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors with one weight in float32 for each quantized linear of FP8."""
+    values, _ = PretrainedConfig.get_config_dict(str(folder))
+    scheme = scheme_in(values, f"{NAME}: {folder}")
+    rest = dict(tensors)
+    if scheme is None or scheme.kept is not Fp8Weight:
+        return rest
+    for path in sorted(scheme.linears(tensors)):
+        parts = {name: rest.pop(f"{path}.{name}", None) for name in scheme.tensors | scheme.optional}
+        given = {name: tensor for name, tensor in parts.items() if tensor is not None}
+        what = f"{NAME}: {folder} has a quantized {path}"
+        if missing := sorted(scheme.tensors - given.keys()):
+            raise ValueError(f"{what} without {missing[0]}, expected all tensors of a quantized linear")
+        rest[f"{path}.weight"] = fitting_weight(scheme, given, what).dequantize()
+    return rest
 
 
 class MtpParts(NamedTuple):
