@@ -471,8 +471,8 @@ def test_bench_names_a_size_that_cannot_run(capsys: Capture, arguments: list[str
         (["--acceptance", "poetry"], "argument --acceptance: 'poetry' is not one of chat, code, math, wrong"),
         (
             ["--algorithm", "tree0"],
-            "argument --algorithm: 'tree0' is not one of none, chain, tree, mtp, standalone, adaptive, nor chain or tree with "
-            "a number",
+            "argument --algorithm: 'tree0' is not one of none, chain, tree, mtp_chain, mtp_tree, mtp_adaptive, standalone, "
+            "adaptive, nor chain or tree with a number",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -23,8 +23,12 @@ NUMBERS = {
     "k": "branches per draft step",
     "num_steps": "draft steps",
     "accept_width": "tokens of a round at most",
+    "candidates": "nodes of a trellis",
+    "depth": "positions of a trellis",
+    "rank": "factors of a trellis' transitions (0: none)",
     "prefix": "tokens before the tree",
     "page_size": "KV rows per page",
+    "heads": "query heads over latent rows",
     "rows": "rows; of rope_qkv_write_kv and write_kv per request",
     "width": "elements of a row",
     "outs": "output elements of a row of a linear layer",
@@ -36,7 +40,7 @@ NUMBERS = {
     "held": "tokens in the n-gram index",
     "max_len": "KV rows that page tables have room for (0: those of the text)",
 }
-MAY_BE_ZERO = ("prefix", "top_n", "held", "max_len")
+MAY_BE_ZERO = ("prefix", "top_n", "held", "max_len", "rank")
 HIDDEN = {"top_k": ("--taken",)}  # earlier spellings
 # Parameters that are words, and their values.
 WORDS = {

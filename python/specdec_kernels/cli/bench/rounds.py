@@ -18,7 +18,7 @@ from .ops import WORDS
 from .output import NO_CUDA, add_run_flags, find_device, finish, load, refuse, refuse_files
 
 COMMAND = "bench round"
-SETTINGS = ("none", "chain", "tree", "mtp_chain", "mtp_tree", "standalone", "adaptive", "mtp_adaptive")
+SETTINGS = ("none", "chain", "tree", "mtp_chain", "mtp_tree", "mtp_adaptive", "standalone", "adaptive")
 WRONG = "wrong"
 
 EPILOG = """\
