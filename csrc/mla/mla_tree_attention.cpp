@@ -56,6 +56,8 @@ struct LatentCheck : attention::CallCheck {
 };
 
 MlaShape mla_shape(const MlaTreeAttentionParams& p) {
+  // The shared key of a row of 656 bytes is bfloat16, which float16 cannot hold.
+  const bool exact = p.format != RowFormat::k656Bytes || p.dtype == kBFloat16;
   return {.batch = p.batch,
           .q_rows = p.q_rows,
           .q_heads = p.q_heads,
@@ -64,7 +66,7 @@ MlaShape mla_shape(const MlaTreeAttentionParams& p) {
           .packed = p.cu_seqlens_q != nullptr,
           .listed = p.indices != nullptr,
           .format = p.format,
-          .tensor_cores = false,  // no such kernel is compiled yet
+          .tensor_cores = p.dtype != kFloat32 && p.aligned && exact,
           .fixed_split = p.fixed_split};
 }
 

@@ -11,6 +11,8 @@ namespace specdec::mla {
 namespace {
 
 constexpr int kMaxSplits = 128;
+// Splits that the rules choose at most: one block merges all partial results of a row tile.
+constexpr int most_splits(int tile_rows) { return std::min(64, 2048 / tile_rows); }
 
 std::string kernel_name(Kernel kernel, int tile_rows) {
   return kernel == Kernel::kPlain ? "plain" : "sm80.mma." + std::to_string(tile_rows);
@@ -80,8 +82,8 @@ void set_splits(MlaPlan& plan, const MlaShape& shape, int64_t max_kv_len, int64_
     return;
   }
   const int64_t wanted = blocks / std::max<int64_t>(shape.row_tiles(plan.tile_rows), 1);
-  plan.splits = forced.splits.value_or(
-      static_cast<int>(std::clamp<int64_t>(std::min(wanted, up(max_kv_len, kMinSplitTokens)), 1, kMaxSplits)));
+  plan.splits = forced.splits.value_or(static_cast<int>(
+      std::clamp<int64_t>(std::min(wanted, up(max_kv_len, kMinSplitTokens)), 1, most_splits(plan.tile_rows))));
 }
 
 MlaPlan plan_mla(const Check& check, const MlaShape& shape, int64_t max_kv_len, const Device& device,
@@ -103,7 +105,7 @@ std::string to_string(const MlaPlan& plan) {
 int64_t workspace_bytes(const MlaPlan& plan, const MlaShape& shape) {
   if (plan.splits == 1) return 0;
   const int64_t tiles = shape.row_tiles(plan.tile_rows);
-  return tiles * (8 + plan.splits * partial_floats(plan.tile_rows, shape.latent_dim) * 4);
+  return (tiles + 1) / 2 * 16 + tiles * plan.splits * partial_floats(plan.tile_rows, shape.latent_dim) * 4;
 }
 
 const std::vector<KernelVariant>& kernel_variants() {

@@ -104,6 +104,7 @@ def test_mla_tree_attention_of_random_masks(
     check(torch.randn(2, tail, 2, 576, device=device).to(dtype), cache, mask=pack_bits(visible))
 
 
+@pytest.mark.sanitize
 @all_paths
 @pytest.mark.parametrize("window", [None, 9, 90])
 def test_mla_tree_attention_of_packed_rows(
@@ -122,6 +123,7 @@ def test_mla_tree_attention_of_packed_rows(
     check(q, cache, cu_seqlens_q=torch.zeros(1, dtype=torch.int32))  # no request: zeros
 
 
+@pytest.mark.sanitize
 @all_paths
 def test_mla_tree_attention_of_tails_and_lengths(device: torch.device, dtype: torch.dtype, rows: torch.dtype) -> None:
     # Drafting: k frontier rows over every node drafted so far.
@@ -137,6 +139,7 @@ def test_mla_tree_attention_of_tails_and_lengths(device: torch.device, dtype: to
     check(q[:1], cache, q_lens=lengths[:1], mask=random_trees(1, 6))
 
 
+@pytest.mark.sanitize
 @all_paths
 def test_mla_tree_attention_of_long_prefixes_is_split(
     device: torch.device, dtype: torch.dtype, rows: torch.dtype
@@ -197,6 +200,7 @@ def test_mla_tree_attention_reports_bad_pages_and_lengths(device: torch.device) 
     assert not out.any() and status[0] == 1  # a stalled slot is empty
 
 
+@pytest.mark.sanitize
 @all_paths
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_mla_tree_attention_of_index_lists_is_that_of_a_dense_mask(

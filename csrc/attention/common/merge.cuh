@@ -34,6 +34,7 @@ class PartialsCounter {
                                         int64_t{plan.tile_rows} * (D + 2)) +
             row),
         workers_(s.workers) {}
+  __device__ PartialsCounter(uint64_t* at, unsigned workers) : at_(at), workers_(workers) {}
 
   // Increment the counter and return how many workers have arrived. A thread that waits for the counter, or arrives
   // after this one, sees what this block wrote before. Call from one thread, after a block barrier.

@@ -41,14 +41,15 @@ def mla_tree_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `out` and `lse` in float64 and the status bits of every slot."""
     rows = latent_rows(kv_pool, kv_scale)
-    whose = {"slots": slots, "q_lens": q_lens, "cu_seqlens_q": cu_seqlens_q, "tail_len": tail_len}
     keys = rows.unsqueeze(2)
     if indices is None:
         return tree_attention(
-            q, keys, keys[..., :latent_dim], page_table, prefix_lens,
-            mask=mask, scale=scale, window=window, max_kv_len=max_kv_len, **whose,
+            q, keys, keys[..., :latent_dim], page_table, prefix_lens, slots=slots, q_lens=q_lens,
+            cu_seqlens_q=cu_seqlens_q, tail_len=tail_len, mask=mask, scale=scale, window=window, max_kv_len=max_kv_len,
         )  # fmt: skip
-    return _listed(q, rows, page_table, prefix_lens, indices, latent_dim, scale, max_kv_len, **whose)
+    return _listed(
+        q, rows, page_table, prefix_lens, indices, latent_dim, scale, max_kv_len, slots, q_lens, cu_seqlens_q, tail_len
+    )
 
 
 def _listed(
