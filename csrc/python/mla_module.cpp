@@ -5,6 +5,8 @@
 
 #include "mla/mla_tree_attention.h"
 #include "mla/plan.h"
+#include "mla/rope_heads.h"
+#include "mla/write_latent.h"
 #include "python/fast_op.h"
 #include "python/module.h"
 
@@ -65,6 +67,12 @@ std::vector<std::string> mla_variants() {
 }  // namespace
 
 void add_mla(py::module_& m) {
+  def_op<&write_latent>(m, "write_latent",
+                        "stream x norm eps kv_pool page_table prefix_lens cos_sin positions interleaved row_offset "
+                        "slots num_valid cu_seqlens_q page_refs kv_scale q q_norm q_out status",
+                        "normalize, rotate and write latent rows, and normalize what queries are made of");
+  def_op<&rope_heads>(m, "rope_heads", "stream x cos_sin positions interleaved out",
+                      "rotate the rotated part of query heads");
   def_op<&mla_tree_attention>(m, "mla_tree_attention",
                               "stream q kv_pool page_table prefix_lens latent_dim slots q_lens cu_seqlens_q tail_len "
                               "mask indices scale window kv_scale fixed_split max_kv_len plan out lse workspace status",

@@ -368,6 +368,31 @@ def tree_attention_plan(
     max_kv_len: int | None,
     plan: str | None,
 ) -> str: ...
+def write_latent(
+    stream: int | None,
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    kv_pool: Tensor,
+    page_table: Tensor,
+    prefix_lens: Tensor,
+    cos_sin: Tensor | None,
+    positions: Tensor | None,
+    interleaved: bool,
+    row_offset: int,
+    slots: Tensor | None,
+    num_valid: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    page_refs: Tensor | None,
+    kv_scale: float,
+    q: Tensor | None,
+    q_norm: Tensor | None,
+    q_out: Tensor | None,
+    status: Tensor | None,
+) -> None: ...
+def rope_heads(
+    stream: int | None, x: Tensor, cos_sin: Tensor, positions: Tensor, interleaved: bool, out: Tensor
+) -> None: ...
 def mla_tree_attention(
     stream: int | None,
     q: Tensor,

@@ -43,6 +43,7 @@ _CHANGED: dict[str, tuple[str, ...]] = {
     "rope_qkv_write_kv": ("k_pool", "v_pool", "status"),
     "tree_attention": ("status",),
     "mla_tree_attention": ("status",),
+    "write_latent": ("kv_pool", "q_out", "status"),
     "edit_logits": ("logits",),
     "mask_stops": ("logits",),
     "verify_tree": ("status",),

@@ -160,6 +160,22 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
             ((floats(2, 3, 4, 64), pools[0][0], pools[1][0], table, lens), options)
             for options in (both, {"mask": tree.mask[:, :3].contiguous()})
         ],
+        "write_latent": lambda: [
+            ((floats(2, 3, 48), floats(32), floats(12, 4, 48), table, lens), options)
+            for options in (
+                {},
+                {
+                    "cos_sin": floats(30, 16),
+                    "positions": ints(2, 3),
+                    "q": floats(2, 3, 24),
+                    "q_norm": floats(24),
+                    "q_out": floats(2, 3, 24),
+                },
+            )
+        ],
+        "rope_heads": lambda: [
+            ((floats(5, 4, 16), floats(30, 16), ints(5)), options) for options in ({}, {"interleaved": True})
+        ],
         "mla_tree_attention": lambda: [
             ((floats(2, 3, 4, 48), floats(12, 4, 48), table, lens), {"latent_dim": 32, "scale": 0.2, **options})
             for options in (both, {"mask": tree.mask[:, :3].contiguous()}, {"indices": ints(2, 3, 5, high=4, low=-1)})

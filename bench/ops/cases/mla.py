@@ -1,4 +1,4 @@
-"""The case of mla_tree_attention: verification of a tree or chain after paged latent rows of 512 + 64 elements."""
+"""The cases of latent attention, with rows of 512 + 64 elements: verification of a tree or chain, and their writes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 import specdec_kernels as sd
+from specdec_kernels.reference import mla as reference
 from specdec_kernels.reference.mla import latent_rows
 
 from ..baselines import latent_attention
 from ..baselines.paged import PagedTrees
-from ..check import bytes_of, poisoned
+from ..check import bytes_of, expect_near, poisoned
 from ..harness import Case, Params, Work
 from .attention import ERRORS, FP8_SCALE, check_rows, workspace_of
 from .trees import mask_words, random_parents, visible_nodes
@@ -80,6 +81,51 @@ def mla_tree_attention(device: torch.device, p: Params) -> Work:
     )
 
 
+def write_latent(device: torch.device, p: Params) -> Work:
+    """Write the rows of a round, which are parts of a fused projection next to the queries' part."""
+    batch, nodes, width = p["batch"], p["nodes"], p["q_width"]
+    dtype = getattr(torch, p["dtype"])
+    projected = torch.randn(batch, nodes, width + LATENT + ROPE, device=device).to(dtype)
+    q, x = projected.split([width, LATENT + ROPE], -1)
+    pool = torch.zeros(batch * 2, 64, LATENT + ROPE, dtype=dtype, device=device)
+    table = torch.arange(batch * 2, dtype=torch.int32, device=device).view(batch, 2)
+    lens = torch.full((batch,), 7, dtype=torch.int32, device=device)
+    norm, q_norm = (torch.rand(size, device=device).to(dtype) for size in (LATENT, width))
+    turn = torch.rand(100, ROPE, device=device)
+    positions = torch.randint(100, (batch, nodes), dtype=torch.int32, device=device)
+    q_out, want_q = (poisoned(batch, nodes, width, dtype=dtype, device=device) for _ in range(2))
+    options = {"cos_sin": turn, "positions": positions, "interleaved": True, "q": q, "q_norm": q_norm}
+    want = pool.clone()
+    reference.write_latent(x, norm, want, table, lens, q_out=want_q, **options)
+
+    def check() -> None:
+        expect_near("kv_pool", pool, want, ERRORS[p["dtype"]])
+        expect_near("q_out", q_out, want_q, ERRORS[p["dtype"]])
+
+    rows = 2 * batch * nodes * (LATENT + ROPE) * pool.element_size()
+    return Work(
+        call=lambda: sd.write_latent(x, norm, pool, table, lens, q_out=q_out, **options),
+        check=check,
+        bytes_moved=2 * bytes_of(q) + rows + bytes_of(norm, q_norm),
+        just_written=[projected],
+    )
+
+
+def rope_heads(device: torch.device, p: Params) -> Work:
+    dtype = getattr(torch, p["dtype"])
+    x = torch.randn(p["rows"], p["heads"], 128 + ROPE, device=device).to(dtype)[..., 128:]
+    turn = torch.rand(100, ROPE, device=device)
+    positions = torch.randint(100, (p["rows"],), dtype=torch.int32, device=device)
+    whole = poisoned(p["rows"], p["heads"], LATENT + ROPE, dtype=dtype, device=device)
+    want = reference.rope_heads(x, turn, positions, interleaved=True)
+    return Work(
+        call=lambda: sd.rope_heads(x, turn, positions, interleaved=True, out=whole[..., LATENT:]),
+        check=lambda: expect_near("out", whole[..., LATENT:], want, ERRORS[p["dtype"]]),
+        bytes_moved=2 * p["rows"] * p["heads"] * ROPE * x.element_size() + bytes_of(positions),
+        just_written=[x],
+    )
+
+
 CASES = [
     Case(
         "mla_tree_attention",
@@ -105,5 +151,15 @@ CASES = [
             "dtype": ("float32", "bfloat16"),
         },
         make=mla_tree_attention,
-    )
+    ),
+    Case(
+        "write_latent",
+        grid={"batch": (1, 16, 64), "nodes": (1, 16), "q_width": (768, 1536), "dtype": ("bfloat16",)},
+        make=write_latent,
+    ),
+    Case(
+        "rope_heads",
+        grid={"rows": (1, 16, 64, 1024), "heads": (16, 128), "dtype": ("bfloat16",)},
+        make=rope_heads,
+    ),
 ]

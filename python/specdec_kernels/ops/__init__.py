@@ -68,7 +68,13 @@ from .layers import (
     silu_and_mul,
     small_m_gemm,
 )
-from .mla import mla_tree_attention, mla_tree_attention_plan, mla_tree_attention_workspace
+from .mla import (
+    mla_tree_attention,
+    mla_tree_attention_plan,
+    mla_tree_attention_workspace,
+    rope_heads,
+    write_latent,
+)
 from .recurrent import (
     RecurrentRecords,
     commit_conv1d,
@@ -162,6 +168,7 @@ __all__ = [
     "page_table_of_lists",
     "quantize_fp8",
     "rms_norm_concat",
+    "rope_heads",
     "rope_qkv_write_kv",
     "sample_draft",
     "score_tokens",
@@ -178,6 +185,7 @@ __all__ = [
     "verify_tree",
     "verify_tree_workspace",
     "write_kv",
+    "write_latent",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import _C
-from ._alloc import empty, refuse_gradient, shape_of
+from ._alloc import empty, empty_like, refuse_gradient, shape_of
 from ._tensor import Tensor
 
 
@@ -180,3 +180,98 @@ def mla_tree_attention_plan(
         q, kv_pool, page_table, latent_dim, cu_seqlens_q, indices, fixed_split, max_kv_len, plan
     )
     return name
+
+
+def write_latent(
+    x: Tensor,
+    norm: Tensor,
+    kv_pool: Tensor,
+    page_table: Tensor,
+    prefix_lens: Tensor,
+    *,
+    eps: float = 1e-6,
+    cos_sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    row_offset: int = 0,
+    slots: Tensor | None = None,
+    num_valid: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    page_refs: Tensor | None = None,
+    kv_scale: float = 1.0,
+    q: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    q_out: Tensor | None = None,
+    status: Tensor | None = None,
+    stream: int | None = None,
+) -> None:
+    """Normalize the latent part of each row, rotate the rest, and write the row to its page.
+
+    Fuses everything between a layer's first projection and its latent cache. Rows are written as by `write_kv`. With
+    `q`, what queries are made of is normalized in the same launch.
+
+    Args:
+        x: [B, Q, latent_dim + rope_dim], or packed [T, latent_dim + rope_dim] with cu_seqlens_q; float32, float16 or
+            bfloat16; only the last dimension must be contiguous, here and in q.
+        norm: [latent_dim] of x's dtype, weight of the RMSNorm; latent_dim is at most 4096.
+        kv_pool: [num_pages, page_size, latent_dim + rope_dim] of x's dtype or float8_e4m3fn; only the last dimension
+            must be contiguous; changed in place.
+        page_table: [num_slots, max_pages] int32.
+        prefix_lens: [num_slots] int32.
+        eps: of both norms, above 0.
+        cos_sin: [num_positions, rope_dim] float32: per position rope_dim / 2 cosines, then as many sines. None: the
+            part is written as it is.
+        positions: [B, Q] or packed [T] int32, with cos_sin; clamped to the table.
+        interleaved: whether elements 2 i and 2 i + 1 of x are rotated together; else i and i + rope_dim / 2. In the
+            cache pairs are half a part apart in either case.
+        row_offset: added to prefix_lens.
+        slots: [B] int32.
+        num_valid: [B] int32, rows of each request to write. None: all.
+        cu_seqlens_q: [B + 1] int32: request b has packed rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
+        page_refs: [num_pages] int32: pages with more than one owner are not written.
+        kv_scale: as k_scale of `write_kv`.
+        q: [B, Q, C] or [T, C] like x, C at most 4096. None: only rows are written.
+        q_norm: [C] of x's dtype, with q.
+        q_out: as q, contiguous, written with its normalized rows; with q.
+        status: [num_slots] int32, with the bits of `write_kv`.
+        stream: CUDA stream; None: the current one.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; cos_sin without positions, q without q_norm or q_out, or the
+            other way round; a scale that `write_kv` refuses.
+    """
+    _C.write_latent(
+        stream, x, norm, eps, kv_pool, page_table, prefix_lens, cos_sin, positions, interleaved, row_offset, slots,
+        num_valid, cu_seqlens_q, page_refs, kv_scale, q, q_norm, q_out, status,
+    )  # fmt: skip
+
+
+def rope_heads(
+    x: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
+    out: Tensor | None = None,
+    stream: int | None = None,
+) -> Tensor:
+    """Rotate the rotated part of query heads, as `write_latent` rotates that of a row.
+
+    Args:
+        x: [T, H, rope_dim] float32, float16 or bfloat16; only the last dimension must be contiguous, here and in out.
+        cos_sin: [num_positions, rope_dim] float32, as for `write_latent`.
+        positions: [T] int32; clamped to the table.
+        interleaved: as for `write_latent`.
+        out: like x, a part of wider heads for instance; not x itself.
+        stream: CUDA stream; None: the current one.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; an odd rope_dim.
+    """
+    if out is None:
+        out = empty_like("rope_heads", x, shape_of("rope_heads", "x", x, 3))
+    _C.rope_heads(stream, x, cos_sin, positions, interleaved, out)
+    return out

@@ -1,14 +1,16 @@
-"""Reference of mla_tree_attention: tree_attention whose values are the beginning of its keys."""
+"""References of latent attention: tree_attention whose values are the beginning of its keys, and rows for it."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..status import Status
 from .attention import tree_attention
+from .kv import write_kv
 
 
 def latent_rows(kv_pool: Tensor, kv_scale: float = 1.0) -> Tensor:
@@ -97,3 +99,49 @@ def _listed(
             out[where][i] = scores.softmax(-1) @ seen[:, :latent_dim]
             lse[where][i] = scores.logsumexp(-1)
     return out, lse, status
+
+
+def rope_heads(x: Tensor, cos_sin: Tensor, positions: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate in float64."""
+    cos, sin = cos_sin.double()[positions.long().clamp(0, len(cos_sin) - 1)].chunk(2, -1)
+    cos, sin = (part.view(*positions.shape, *[1] * (x.dim() - positions.dim() - 1), -1) for part in (cos, sin))
+    wide = x.double()
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def write_latent(
+    x: Tensor,
+    norm: Tensor,
+    kv_pool: Tensor,
+    page_table: Tensor,
+    prefix_lens: Tensor,
+    *,
+    eps: float = 1e-6,
+    cos_sin: Tensor | None = None,
+    positions: Tensor | None = None,
+    interleaved: bool = False,
+    kv_scale: float = 1.0,
+    q: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    q_out: Tensor | None = None,
+    **where: Any,
+) -> None:
+    """Compute rows in float64, and write them by `write_kv`, both halves as a key and a value."""
+
+    def normalized(rows: Tensor, weight: Tensor) -> Tensor:
+        wide = rows.double()
+        return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+    latent, rope = x[..., : len(norm)], x[..., len(norm) :]
+    if cos_sin is not None:
+        assert positions is not None
+        rope = rope_heads(rope, cos_sin, positions, interleaved=interleaved)
+    rows = torch.cat([normalized(latent, norm), rope.double()], -1)
+    if kv_pool.dtype != x.dtype:
+        rows = (rows / kv_scale).clamp(-448, 448)
+    rows = rows.float().to(kv_pool.dtype)
+    (k, v), (k_pool, v_pool) = (whole.unsqueeze(-2).chunk(2, -1) for whole in (rows, kv_pool))
+    write_kv(k, v, k_pool, v_pool, page_table, prefix_lens, **where)
+    if q is not None and q_norm is not None and q_out is not None:
+        q_out.copy_(normalized(q, q_norm))
