@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import mla_tree_attention, move_kv, rope_qkv_write_kv, tree_attention, write_kv
+from ..ops import mla_tree_attention, move_kv, rope_qkv_write_kv, tree_attention, write_kv, write_latent
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,10 @@ class LatentLayout(KvLayout):
     def write(self, kv: LayerKv, rows: Sequence[Tensor], **batch: Any) -> None:
         (scale,) = kv.scales
         write_kv(*halves(rows[0]), *halves(kv.pools[0]), k_scale=scale, v_scale=scale, **batch)
+
+    def normalize_and_write(self, rows: Tensor, norm: Tensor, kv: LayerKv, **options: Any) -> None:
+        """Normalize, rotate and write rows [B, Q, dim] or [M, dim], by `write_latent`."""
+        write_latent(rows, norm, kv.pools[0].squeeze(2), kv_scale=kv.scales[0], **options)
 
     def attend(self, q: Tensor, kv: LayerKv, *, soft_cap: float | None = None, **batch: Any) -> Tensor:
         assert soft_cap is None  # no such model caps its scores

@@ -57,18 +57,22 @@ def check_row(config: Any, name: str) -> None:
 def latent_attention(module: Any, rope: Rope) -> LatentAttention:
     """Return the attention of a module with the names of DeepSeek-V3's, with this rotation."""
     has_lora = module.q_lora_rank is not None
+    kv_norm, q_norm = rms_norm_of(module.kv_a_layernorm), None
+    if has_lora:
+        q_norm = rms_norm_of(module.q_a_layernorm)
+        assert q_norm.eps == kv_norm.eps
     key_up, value_up = up_projections(module)
     return LatentAttention(
         qkv=fused(module.q_a_proj if has_lora else module.q_proj, module.kv_a_proj_with_mqa),
         out=linear_of(module.o_proj),
         key_up=key_up,
         value_up=value_up,
-        kv_norm=rms_norm_of(module.kv_a_layernorm),
+        kv_norm=kv_norm,
         rotations=rope.table if rope.cos.shape[1] else None,
         interleaved=rope.interleaved,
         layout=LatentLayout(module.kv_lora_rank, module.qk_rope_head_dim),
         scale=module.scaling,
-        q_norm=rms_norm_of(module.q_a_layernorm) if has_lora else None,
+        q_norm=None if q_norm is None else q_norm.weight,
         q_up=linear_of(module.q_b_proj) if has_lora else None,
     )
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...ops import rope_heads
 from ..kv_pools import LatentLayout, LayerKv
 from .linear import Linear
 from .norm import RMSNorm
 from .paged_batch import PagedBatch
-from .rope import rotate
 
 
 @dataclass
@@ -34,7 +34,7 @@ class LatentAttention:
     interleaved: bool  # rotated pairs are neighbors
     layout: LatentLayout
     scale: float
-    q_norm: RMSNorm | None = None
+    q_norm: Tensor | None = None  # [queries], with the eps of `kv_norm`
     q_up: Linear | None = None  # [heads * (nope + rope), queries]
     cache: LayerKv = field(init=False)
 
@@ -46,14 +46,22 @@ class LatentAttention:
         """Write the latent rows of normalized x [T, in] at positions [B, Q] or [M].
 
         Returns:
-            What queries are made of [T, queries].
+            Queries, or what `q_up` makes them of, normalized [T, queries].
         """
         projected = self.qkv(x)
-        sizes = self.layout.latent_dim, self.layout.rope_dim
-        queries, latent, rope = torch.split(projected, [projected.shape[-1] - sum(sizes), *sizes], dim=-1)
-        rows = torch.cat([self.kv_norm(latent), self._rotate(rope, positions)], dim=-1)
-        batch.write(self.cache, rows.view(*positions.shape, 1, -1))
-        return queries
+        width = self.layout.latent_dim + self.layout.rope_dim
+        queries, rows = torch.split(projected, [projected.shape[-1] - width, width], dim=-1)
+        normed = batch.write_latent(
+            rows,
+            self.kv_norm,
+            self.rotations,
+            positions,
+            self.cache,
+            interleaved=self.interleaved,
+            q=None if self.q_norm is None else queries,
+            q_norm=self.q_norm,
+        )
+        return queries if normed is None else normed
 
     def __call__(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
         """Return the attention output [T, heads * v] for x [T, in], before the projection `out`."""
@@ -73,18 +81,14 @@ class LatentAttention:
     def absorb(self, queries: Tensor, positions: Tensor) -> Tensor:
         """Return queries of latent rows [T, heads, latent + rope], from what `write_cache` returns."""
         if self.q_up is not None:
-            assert self.q_norm is not None
-            queries = self.q_up(self.q_norm(queries))
+            queries = self.q_up(queries)
         (heads, nope, latent), rope = self.key_up.shape, self.layout.rope_dim
         plain, rotated = torch.split(queries.view(len(queries), heads, -1), [nope, rope], dim=-1)
         absorbed = queries.new_empty(len(queries), heads, latent + rope)
         torch.bmm(plain.transpose(0, 1), self.key_up, out=absorbed[..., :latent].transpose(0, 1))
-        absorbed[..., latent:] = self._rotate(rotated, positions)
-        return absorbed
-
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return [T, ..., rope] rotated as its positions say; queries and keys change the order of elements alike."""
+        part = absorbed[..., latent:]
         if self.rotations is None:
-            return x
-        table = self.rotations[positions.flatten().clamp(0, len(self.rotations) - 1)]
-        return rotate(x, table.view(len(x), *[1] * (x.dim() - 2), -1), interleaved=self.interleaved)
+            part.copy_(rotated)
+        else:
+            rope_heads(rotated, self.rotations, positions.flatten(), interleaved=self.interleaved, out=part)
+        return absorbed

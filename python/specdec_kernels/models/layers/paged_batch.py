@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kv_pools import KeyValueLayout, LayerKv
+from ..kv_pools import KeyValueLayout, LatentLayout, LayerKv
 from .norm import RMSNorm
 
 
@@ -105,6 +105,51 @@ class PagedBatch(NamedTuple):
             k_norm=None if k_norm is None else k_norm.weight,
             eps=1e-6 if q_norm is None else q_norm.eps,
         )
+
+    def write_latent(
+        self,
+        rows: Tensor,
+        norm: RMSNorm,
+        rotations: Tensor | None,
+        positions: Tensor,
+        kv: LayerKv,
+        *,
+        interleaved: bool,
+        q: Tensor | None = None,
+        q_norm: Tensor | None = None,
+    ) -> Tensor | None:
+        """Normalize and rotate latent rows, write them to a layer's pools, and normalize what queries are made of.
+
+        Args:
+            rows: [T, latent + rope].
+            norm: of the latent part.
+            rotations: [num_positions, rope] float32, cosines and sines; None: nothing is rotated.
+            positions: [B, Q] or [M], indices into `rotations`.
+            kv: the layer's pools.
+            interleaved: whether rotated pairs are neighbors.
+            q: [T, C] to normalize with the eps of `norm`, or None.
+            q_norm: [C], the weight of q's norm.
+
+        Returns:
+            Normalized q; None without q.
+        """
+        assert isinstance(kv.layout, LatentLayout)
+        out = None if q is None else q.new_empty(q.shape)
+        shape = positions.shape
+        kv.layout.normalize_and_write(
+            rows.view(*shape, -1),
+            norm.weight,
+            kv,
+            eps=norm.eps,
+            cos_sin=rotations,
+            positions=None if rotations is None else positions,
+            interleaved=interleaved,
+            q=None if q is None else q.view(*shape, -1),
+            q_norm=q_norm,
+            q_out=None if out is None else out.view(*shape, -1),
+            **self._write_arguments(kv),
+        )
+        return out
 
     def _write_arguments(self, kv: LayerKv) -> dict[str, Any]:
         """Return the arguments that all ops which write KV share."""

@@ -51,16 +51,6 @@ class Rope(NamedTuple):
         return cls(torch.empty(1, 0, device=device), torch.empty(1, 0, device=device))
 
 
-def rotate(x: Tensor, rotations: Tensor, *, interleaved: bool) -> Tensor:
-    """Return x [..., dim] rotated by cosines and then sines [..., dim] float32.
-
-    Pairs are elements i and i + dim / 2, or neighbors; the result has them at i and i + dim / 2 in either case.
-    """
-    cos, sin = rotations.chunk(2, dim=-1)
-    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
 def constant_len(config: Any) -> int | None:
     """Return the longest sequence in which a position's angle does not depend on the sequence's length; None: any.
 
