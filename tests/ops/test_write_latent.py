@@ -108,7 +108,7 @@ def test_rows_without_a_page_of_their_own_are_skipped(device: torch.device) -> N
     sd.write_latent(**arguments, page_refs=refs, status=status)
     assert status.tolist() == [Status.SHARED_PAGE, 0, Status.BAD_PAGE]
     changed = (arguments["kv_pool"] != before).any(-1)
-    # Slot 2 writes rows 8 to 12, of which 12 is in its last page; slot 0 rows 3 and 4.
+    # Slot 2 writes rows 8 to 12, the last one in its last page; slot 0 rows 3 and 4.
     rows = {(int(arguments["page_table"][2, 3]), 0), (int(arguments["page_table"][0, 1]), 0)}
     assert {(int(page), int(row)) for page, row in changed.nonzero()} == rows
     status.fill_(Status.STALLED)
