@@ -60,15 +60,6 @@ struct Mbarrier {
         : "memory");
 #endif
   }
-  __device__ void copy_box_to(uint16_t blocks, void* to, const void* map, int x0, int x1, int x2, int x3, int x4) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-        "[%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-        "l"(map), "r"(address()), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "h"(blocks)
-        : "memory");
-#endif
-  }
   // Arrive, in lanes 0 to blocks - 1 of a warp, at this barrier's counterpart in block `lane` of the cluster. Relaxed
   // is enough: the arrival only says that reads are done, and a cluster-scope release would wait for the whole device.
   // Predicated instead of branching, because a branch would wait for wgmma in flight.

@@ -6,6 +6,7 @@
 namespace specdec::mla {
 
 void plain_attention(const MlaTreeAttentionParams& p, Stream stream);
+void wgmma_attention(const MlaTreeAttentionParams& p, Stream stream);
 
 // Launch the mma.sync kernel of p.plan's tile. Defined by instantiations/, for T of 16 bits.
 template <class T, class Row>

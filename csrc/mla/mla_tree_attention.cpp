@@ -55,6 +55,9 @@ struct LatentCheck : attention::CallCheck {
   }
 };
 
+// Kernels address KV rows in units of 16 bytes, as 32-bit offsets.
+constexpr int64_t kMaxSpan = int64_t{16} << 32;
+
 MlaShape mla_shape(const MlaTreeAttentionParams& p) {
   // The shared key of a row of 656 bytes is bfloat16, which float16 cannot hold.
   const bool exact = p.format != RowFormat::k656Bytes || p.dtype == kBFloat16;
@@ -66,7 +69,7 @@ MlaShape mla_shape(const MlaTreeAttentionParams& p) {
           .packed = p.cu_seqlens_q != nullptr,
           .listed = p.indices != nullptr,
           .format = p.format,
-          .tensor_cores = p.dtype != kFloat32 && p.aligned && exact,
+          .tensor_cores = p.dtype != kFloat32 && p.aligned && exact && p.rows.num_pages * p.page_stride <= kMaxSpan,
           .fixed_split = p.fixed_split};
 }
 

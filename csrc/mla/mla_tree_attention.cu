@@ -5,6 +5,7 @@ namespace specdec::mla {
 
 void mla_tree_attention_cuda(const MlaTreeAttentionParams& p, Stream stream) {
   if (p.plan.kernel == Kernel::kPlain) return plain_attention(p, stream);
+  if (p.plan.kernel == Kernel::kWgmma) return wgmma_attention(p, stream);
   if (p.format == RowFormat::k656Bytes) return launch_mma_tile<BFloat16, Row656>(p, stream);
   const bool fp8 = p.format == RowFormat::kFloat8;
   if (p.dtype == kBFloat16)

@@ -1,9 +1,10 @@
 // MlaPlan: which kernel runs an mla_tree_attention call, and how the work is divided.
 //
 // plan_mla() computes it on the host as a pure function of a call's static shape (MlaShape), a bound on the KV length,
-// and the GPU; never from actual lengths, which only the device knows. plan_sm80.cpp has the rules for every GPU with
-// tensor cores, plan.cpp reads and checks plan names that a caller forces. From Python, `specdec_kernels.mla_plan`
-// calls the rules without a GPU; the tests' mla_plans.txt lists the plans of many shapes.
+// and the GPU; never from actual lengths, which only the device knows. plan_sm90.cpp has the rules for Hopper,
+// plan_sm80.cpp those for every GPU with tensor cores, plan.cpp reads and checks plan names that a caller forces. From
+// Python, `specdec_kernels.mla_plan` calls the rules without a GPU; the tests' mla_plans.txt lists the plans of many
+// shapes.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +22,7 @@ enum class RowFormat { kAsQueries, kFloat8, k656Bytes };  // of latent rows; see
 enum class Kernel {
   kPlain,  // no tensor cores: any dtype, any alignment (plain/plain.cu)
   kMma,    // mma.sync, compute capability 8.0 and later (sm80/mma.cuh)
+  kWgmma,  // wgmma, compute capability 9.0, 16-bit rows of 512 + 64 elements (sm90/wgmma.cuh)
 };
 
 // The static properties of a call.
@@ -51,7 +53,11 @@ struct MlaPlan {
   Kernel kernel = Kernel::kPlain;
   int tile_rows = 0;    // rows (query rows times heads) of a row tile: what one block computes at a time
   int tile_tokens = 0;  // KV rows of a KV tile
-  int splits = 1;       // blocks that share the KV of a row tile if it is long
+  int splits = 1;       // blocks that share the KV of a row tile if it is long; kWgmma: 1, or splits of fixed_split
+  // Of kWgmma, a persistent grid:
+  int row_tiles = 1;         // row tiles that read the same KV in step, each in a block of its own
+  int workers = 0;           // each of row_tiles blocks
+  bool whole_items = false;  // one worker per work item: KV is not split
 
   bool operator==(const MlaPlan&) const = default;
 };
@@ -66,7 +72,7 @@ constexpr int64_t kMinSplitTokens = 256;
 MlaPlan plan_mla(const Check& check, const MlaShape& shape, int64_t max_kv_len, const Device& device,
                  const std::optional<std::string>& name);
 
-// Return the plan's name, e.g. "sm80.mma.64.splits8", "plain".
+// Return the plan's name, e.g. "sm90.wgmma.64.split", "sm80.mma.64.splits8", "plain".
 std::string to_string(const MlaPlan& plan);
 
 // Return the floats of one partial result: per row its unnormalized output, maximum and sum of weights.

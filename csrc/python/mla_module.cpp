@@ -54,7 +54,8 @@ py::dict mla_plan(int64_t batch, int64_t q_rows, int64_t q_heads, int64_t latent
   for (const KernelVariant& each : kernel_variants())
     if (each.runs(plan, shape)) variant = to_string(each);
   return py::dict("name"_a = to_string(plan), "variant"_a = variant, "tile_rows"_a = plan.tile_rows,
-                  "tile_tokens"_a = plan.tile_tokens, "splits"_a = plan.splits,
+                  "tile_tokens"_a = plan.tile_tokens, "splits"_a = plan.splits, "row_tiles"_a = plan.row_tiles,
+                  "workers"_a = plan.workers, "whole_items"_a = plan.whole_items,
                   "workspace_bytes"_a = workspace_bytes(plan, shape));
 }
 

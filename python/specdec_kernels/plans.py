@@ -110,6 +110,9 @@ class MlaPlan(NamedTuple):
     tile_rows: int  # query rows times heads that one block computes at a time
     tile_tokens: int  # KV rows of a KV tile
     splits: int  # blocks that share the KV of a row tile if it is long
+    row_tiles: int  # row tiles that read the same KV in step, each in a block of its own
+    workers: int  # of a persistent grid, each of row_tiles blocks; 0: no such grid
+    whole_items: bool  # one worker per work item (request, row tiles): KV is not split
     workspace_bytes: int
 
 

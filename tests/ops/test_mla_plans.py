@@ -71,6 +71,10 @@ def test_mla_plan_sizes_are_consistent(seed: int) -> None:
             assert (plan.workspace_bytes > 0) == (plan.splits > 1)
             # Half of the splits of a batch that fills the GPU would leave it half empty.
             assert plan.workspace_bytes <= 80 << 20
+        if plan.name.startswith("sm90"):
+            assert 1 <= plan.row_tiles <= 4 and 132 - 4 < plan.row_tiles * plan.workers <= 132
+            part = 4 * plan.row_tiles * (64 * (512 + 2) + 4)
+            assert plan.workspace_bytes == (0 if plan.whole_items else 2 * plan.workers * part)
 
 
 SHAPE = {"batch": 1, "q_rows": 16, "q_heads": 16, "max_kv_len": 32768, "gpu": sd.A100}
@@ -85,6 +89,11 @@ SHAPE = {"batch": 1, "q_rows": 16, "q_heads": 16, "max_kv_len": 32768, "gpu": sd
         ({"plan": "sm80.mma.16", "tensor_cores": False}, "plan is sm80.mma.16, expected plain where tensor cores cannot be used"),
         ({"plan": "sm80.mma.64", "gpu": sd.L40S}, "plan is sm80.mma.64, expected a row tile of at most 16 on this device"),
         ({"plan": "sm80.mma.64.splits2", "fixed_split": 128}, "plan is sm80.mma.64.splits2, expected one without splits with fixed_split"),
+        ({"plan": "sm90.wgmma.64"}, "plan is sm90.wgmma.64, expected plain or a plan of sm80 for this shape on this device"),
+        ({"plan": "sm90.wgmma.64", "gpu": sd.H200, "rows": "fp8"}, "plan is sm90.wgmma.64, expected plain or a plan of sm80 for this shape on this device"),
+        ({"plan": "sm90.wgmma.64.splits2", "gpu": sd.H200}, "plan is sm90.wgmma.64.splits2, expected option split or whole"),
+        ({"plan": "sm90.wgmma.64.whole", "gpu": sd.H200, "packed": True}, "plan is sm90.wgmma.64.whole, expected split for packed rows, more than 256 rows of a request, or fixed_split"),
+        ({"plan": "sm90.wgmma"}, "plan is sm90.wgmma, expected one of plain, sm80.mma.16, sm80.mma.32, sm80.mma.64, sm90.wgmma.64, optionally followed by options"),
         ({"batch": 0}, "batch is 0, expected 1 to 2147483647"),
         ({"rope_dim": 80}, "rope_dim is 80, expected 0 to 64"),
         ({"rows": "bf16"}, "rows is bf16, expected 16-bit, fp8 or 656"),
