@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from specdec_kernels import _C
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone, Union
@@ -25,7 +26,7 @@ from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.shard import Shard
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import exhaustive, thinned
-from support.hybrid_cases import HYBRIDS, VOCAB, greedy_alone, hybrid_module
+from support.hybrid_cases import HYBRIDS, SIZES, VOCAB, greedy_alone, hybrid_module
 from support.observed_rounds import wrap_method
 from support.random_checkpoints import save_random_model
 from support.tiny_checkpoint import Comparison
@@ -365,6 +366,29 @@ def test_auto_names_what_our_layers_lack_for_a_hybrid(
     with pytest.raises(ValueError) as error:
         make_engine(hybrid_module(case, **changes), None, device, implementation="auto")
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "kind"),
+    [
+        ("jamba", {"num_experts": 1, "mamba_dt_rank": 4}, "Mamba 1"),
+        ("olmo_hybrid", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+def test_hybrids_without_layers_of_ours_are_refused_by_name(
+    model_type: str, changes: dict[str, Any], kind: str, implementation: str
+) -> None:
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    config = AutoConfig.for_model(model_type, **(SIZES | {"num_hidden_layers": 2} | changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with pytest.raises(ValueError) as error:
+        make_engine(model, None, "cpu", implementation=implementation)
+    assert str(error.value) == (
+        f"model: {type(model).__name__} has layers of {kind}, whose state goes from token to token, expected a decoder "
+        "with causal attention through transformers' attention interface"
+    )
 
 
 def test_auto_names_a_hybrid_s_mismatch(device: torch.device) -> None:

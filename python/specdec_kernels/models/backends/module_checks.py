@@ -23,7 +23,13 @@ def check_serial_state(model: nn.Module, config: Any) -> None:
     serial = ("mamba", "linear", "conv", "recurrent", "delta")
     for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
         if any(word in kind for word in serial):
-            raise UnsupportedModel(f"has layers of {kind}, whose state goes from token to token")
+            name = "Mamba 1" if has_mamba1(model) else kind
+            raise UnsupportedModel(f"has layers of {name}, whose state goes from token to token")
+
+
+def has_mamba1(model: nn.Module) -> bool:
+    """Return whether states decay by channel and element; from Mamba 2 on all elements of a head decay alike."""
+    return any(name.endswith("A_log") and parameter.dim() > 1 for name, parameter in model.named_parameters())
 
 
 def check_convolutions(model: nn.Module, specs: Sequence[AttentionSpec]) -> None:

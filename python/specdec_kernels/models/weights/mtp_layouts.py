@@ -178,6 +178,15 @@ NEMOTRON = MtpLayout(
 
 LAYOUTS = (NEXTN, MIMO, ERNIE, QWEN, NEMOTRON)
 
+# Names of tensors in MTP layers that are not computed here, by what they show.
+OTHERS = {
+    "LongCat-Flash's MTP layer": r"model\.mtp\.layers\.\d+\.[eh]norm\.m\.weight",
+    "MiMo-V2's MTP layers": r"model\.mtp\.layers\.\d+\.eh_proj\.weight",
+    "Step-3.5's MTP layers": r"model\.layers\.\d+\.(transformer\..*|shared_head\.output\.weight)",
+    "HY-V4's MTP layers": r"model\.mtp_layers\.\d+\.eh_proj\.weight",
+    "a DSpark drafter": r"mtp\.(.*\.)?(main_proj|markov_head|confidence_head)\..*",
+}
+
 
 def layout_of(names: Iterable[str], num_layers: int) -> MtpLayout | None:
     """Return the layout of a checkpoint's MTP layer, by its tensors' names; None: it has no layer that we know."""
@@ -196,10 +205,14 @@ def find_layout(names: Iterable[str], num_layers: int, what: str) -> tuple[MtpLa
     """Return the layout of a checkpoint, in errors `what`, and the number of its MTP layers.
 
     Raises:
-        ValueError: no MTP layer, with the prefixes where one would be; several in a layout whose chains are not known,
-            or with one missing between them.
+        ValueError: no MTP layer, with the prefixes where one would be; one of another layout, by name; several in a
+            layout whose chains are not known, or with one missing between them.
     """
     names = set(names)
+    for kind, pattern in OTHERS.items():
+        for name in sorted(names):
+            if re.fullmatch(pattern, name):
+                raise ValueError(f"{what} has {name} of {kind}, expected another layout (not supported)")
     layout = layout_of(names, num_layers)
     if layout is None:
         prefixes = list(dict.fromkeys(repr(each.prefix_of(num_layers)) for each in LAYOUTS))
