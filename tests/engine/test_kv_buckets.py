@@ -28,6 +28,7 @@ from specdec_kernels.engine.device.graphs import RoundSize
 from specdec_kernels.engine.device.kv_buckets import MOST_BOUNDS, kv_bounds, plan_boundaries
 from specdec_kernels.engine.device.state import EngineState
 from specdec_kernels.models.layers.paged_batch import PagedBatch
+from specdec_kernels.plans import mla_plan
 from specdec_kernels.synthetic.shapes import shape_config
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import covering
@@ -55,6 +56,20 @@ def bounds_of(config: EngineConfig, batch: int, num_nodes: int) -> list[int]:
 
 
 # --- which there are
+
+
+def test_rounds_of_latent_targets_have_the_bounds_of_their_plans() -> None:
+    config = shape_config("glm-4.7-flash:4")
+    call = AttentionCall.of(config, None, True)
+    assert call[1:4] == (20, 1, 576) and call.latent_dim == 512
+    options = {"page_size": 64, "fp8": False, "tensor_cores": True}
+    for batch in (1, 16):
+        bounds = kv_bounds([call], batch, 4 * batch, 4, 40000, sd.H200, **options)
+        names = [
+            mla_plan(batch=batch, q_rows=4 * batch, packed=True, q_heads=20, max_kv_len=bound).name for bound in bounds
+        ]
+        assert bounds[-1] == 40000 and len(bounds) <= MOST_BOUNDS
+        assert len(set(names)) == len(names)
 
 
 def test_a_head_of_one_layer_decides_no_bounds() -> None:

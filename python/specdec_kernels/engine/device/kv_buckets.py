@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...plans import HEAD_DIMS, Gpu, attention_plan
+from ...plans import HEAD_DIMS, Gpu, attention_plan, mla_plan
 from ..drafts.needs import AttentionCall
 
 MOST_BOUNDS = 4  # of rounds of one batch size and number of rows
@@ -34,25 +34,45 @@ def kv_bounds(
     """
     most = max(call.per_round for call in calls)
     # Other head sizes have no plan.
-    counting = [call for call in calls if FEWEST * call.per_round >= most and call.head_dim in HEAD_DIMS]
+    counting = [
+        call
+        for call in calls
+        if FEWEST * call.per_round >= most and (call.latent_dim is not None or call.head_dim in HEAD_DIMS)
+    ]
 
-    def plans(length: int) -> list[str]:
-        return [
-            attention_plan(
+    def plan(call: AttentionCall, length: int) -> str:
+        """Return the name of a call's plan for KV of up to `length` rows."""
+        q_rows = num_rows if call.q_rows is None else min(call.q_rows, most_nodes)
+        in_8_bits = fp8 and call.follows_kv_dtype
+        if call.latent_dim is not None:
+            return mla_plan(
                 batch=batch,
-                q_rows=num_rows if call.q_rows is None else min(call.q_rows, most_nodes),
+                q_rows=q_rows,
                 packed=call.q_rows is None,
                 q_heads=call.q_heads,
-                kv_heads=call.kv_heads,
-                head_dim=call.head_dim,
+                latent_dim=call.latent_dim,
+                rope_dim=call.head_dim - call.latent_dim,
                 max_kv_len=length,
-                page_size=page_size,
-                fp8=fp8 and call.follows_kv_dtype,
+                rows="fp8" if in_8_bits else "16-bit",
                 tensor_cores=tensor_cores,
                 gpu=gpu,
             ).name
-            for call in counting
-        ]
+        return attention_plan(
+            batch=batch,
+            q_rows=q_rows,
+            packed=call.q_rows is None,
+            q_heads=call.q_heads,
+            kv_heads=call.kv_heads,
+            head_dim=call.head_dim,
+            max_kv_len=length,
+            page_size=page_size,
+            fp8=in_8_bits,
+            tensor_cores=tensor_cores,
+            gpu=gpu,
+        ).name
+
+    def plans(length: int) -> list[str]:
+        return [plan(call, length) for call in counting]
 
     bounds = plan_boundaries(plans, max_kv_len)
     while len(bounds) > MOST_BOUNDS:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...models.families import kv_heads_of, pool_dim_of
+from ...models.families import kv_heads_of, latent_row_of, pool_dim_of
 
 
 class AttentionCall(NamedTuple):
-    """The static part of a call of `tree_attention` in a round.
+    """The static part of a call of `tree_attention`, or of `mla_tree_attention`, in a round.
 
     Attributes:
         q_rows: query rows of each request; a tree of fewer nodes has as many as nodes. None: packed rows, the nodes of
@@ -17,6 +17,7 @@ class AttentionCall(NamedTuple):
         q_heads, kv_heads, head_dim: as the tensors have them.
         follows_kv_dtype: its pools have the engine's `kv_dtype`; else the dtype of the weights.
         per_round: such calls of a round: layers times passes.
+        latent_dim: elements of the value in a latent row of `head_dim` elements; None: `tree_attention`.
     """
 
     q_rows: int | None
@@ -25,12 +26,15 @@ class AttentionCall(NamedTuple):
     head_dim: int
     follows_kv_dtype: bool
     per_round: int = 1
+    latent_dim: int | None = None
 
     @classmethod
     def of(cls, config: Any, q_rows: int | None, follows_kv_dtype: bool, per_round: int | None = None) -> AttentionCall:
         """Return the call of the layers of a model with this config; `per_round` None: one pass through them."""
         heads = config.num_attention_heads, kv_heads_of(config)
-        return cls(q_rows, *heads, pool_dim_of(config), follows_kv_dtype, per_round or config.num_hidden_layers)
+        latent_dim = config.kv_lora_rank if latent_row_of(config) else None
+        count = per_round or config.num_hidden_layers
+        return cls(q_rows, *heads, pool_dim_of(config), follows_kv_dtype, count, latent_dim)
 
 
 @dataclass(frozen=True)
