@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
@@ -27,6 +28,7 @@ from support.random_checkpoints import EXPERTS, random_prompts
 from support.recorded_chains import record_chains
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 
+INT4 = ("gptq", "gptq shuffled", "awq", "packed")
 patched = pytest.MonkeyPatch.context
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 CHAIN: dict[str, Any] = {"num_steps": 3, "topk": 1}
@@ -309,6 +311,35 @@ def test_quantized_targets_draft_with_a_layer_that_is_not(name: str, tmp_path: P
         expected = texts(engine, prompts)
     with make_engine(folder, MTP(**TREE)) as engine:
         assert texts(engine, prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("qwen3_next hybrid", "fp8 weights alone"),
+        ("qwen3_5 hybrid", "packed"),
+        *exhaustive(("qwen3_5 hybrid", "fp8 weights alone"), *(("qwen3_next hybrid", name) for name in INT4)),
+    ],
+)
+def test_quantized_hybrids_draft_with_a_layer_that_is_not(case: str, name: str, tmp_path: Path) -> None:
+    """Texts are those of the dequantized weights, with recurrent layers' projections among them."""
+    folder = write_target_with_mtp(tmp_path / "target", case, {"head_dim": 64})
+    prompts = random_prompts(2)
+    twin = Path(shutil.copytree(folder, tmp_path / "twin"))
+    means = quantize(folder, name, r"model\.layers\.\d+\..*(_proj|in_proj_\w+)\.weight")
+    assert any("linear_attn" in key for key in load_file(folder / "model.safetensors") if key not in means)
+    save_file(means, twin / "model.safetensors", metadata={"format": "pt"})
+    with make_engine(twin, None) as engine:
+        expected = texts(engine, prompts)
+    for draft in (None, MTP(**TREE)):
+        with make_engine(folder, draft) as engine:
+            assert texts(engine, prompts) == expected
+    kept = {
+        key: tensor for key, tensor in load_file(folder / "model.safetensors").items() if not key.startswith("mtp.")
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"has no MTP layer under .* quantizers drop these tensors\)$"):
+        make_engine(folder, MTP(**TREE))
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", *exhaustive("deepseek_v3")])

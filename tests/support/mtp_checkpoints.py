@@ -98,13 +98,13 @@ CASES = {
 }
 
 
-def write_target_with_mtp(folder: Path, name: str, **extra: Tensor) -> Path:
+def write_target_with_mtp(folder: Path, name: str, changes: dict[str, Any] | None = None, **extra: Tensor) -> Path:
     """Write a target of NUM_LAYERS layers whose MTP layer has the decoder layer that would be its next.
 
-    `extra` are further tensors, or others in place of the layer's.
+    `changes` are entries of the config, `extra` further tensors, or others in place of the layer's.
     """
     case = CASES[name]
-    save_random_model(folder, case.model_type, num_hidden_layers=NUM_LAYERS + 1, **case.changes)
+    save_random_model(folder, case.model_type, num_hidden_layers=NUM_LAYERS + 1, **(case.changes | (changes or {})))
     config = json.loads((folder / "config.json").read_text())
     config["num_hidden_layers"] = NUM_LAYERS
     for key in ("layer_types", "mlp_layer_types"):
