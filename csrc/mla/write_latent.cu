@@ -5,15 +5,13 @@
 // one kilobyte, so latency dominates: one memory round trip, then the page table.
 #include <cutlass/fast_math.h>
 
+#include "core/pack.cuh"
 #include "core/packed_rows.h"
 #include "core/warp.cuh"
-#include "layers/pack.cuh"
 #include "mla/write_latent.h"
 
 namespace specdec::mla {
 namespace {
-
-using layers::Pack;
 
 constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 constexpr int kMaxPerThread = kMaxNormWidth / kThreads;
@@ -38,7 +36,7 @@ __device__ void normalize(const T* from, const T* norm, int width, float eps, Em
     const int d = (n * kThreads + static_cast<int>(threadIdx.x)) * U;
 #pragma unroll
     for (int u = 0; u < U; ++u) values[n][u] = 0;
-    if (d < width) layers::unpack(*reinterpret_cast<const Pack<T, U>*>(from + d), values[n]);
+    if (d < width) unpack(*reinterpret_cast<const Pack<T, U>*>(from + d), values[n]);
 #pragma unroll
     for (int u = 0; u < U; ++u) squares += values[n][u] * values[n][u];
   }
@@ -48,7 +46,7 @@ __device__ void normalize(const T* from, const T* norm, int width, float eps, Em
     const int d = (n * kThreads + static_cast<int>(threadIdx.x)) * U;
     if (d >= width) break;
     float weights[U];
-    layers::unpack(*reinterpret_cast<const Pack<T, U>*>(norm + d), weights);
+    unpack(*reinterpret_cast<const Pack<T, U>*>(norm + d), weights);
 #pragma unroll
     for (int u = 0; u < U; ++u) values[n][u] *= factor * weights[u];
     emit(d, values[n]);
@@ -83,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
     T* const out = reinterpret_cast<T*>(p.q_out) + row * p.q_width;
     normalize<T, U, kPerThread>(
         from, static_cast<const T*>(p.q_norm), static_cast<int>(p.q_width), p.eps,
-        [&](int d, const float (&values)[U]) { *reinterpret_cast<Pack<T, U>*>(out + d) = layers::pack_of<T>(values); });
+        [&](int d, const float (&values)[U]) { *reinterpret_cast<Pack<T, U>*>(out + d) = pack_of<T>(values); });
     return;
   }
 
@@ -118,7 +116,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
                                   for (int u = 0; u < U; ++u) store<T>(p, to, d + u, values[u]);
                                 } else {
-                                  *reinterpret_cast<Pack<T, U>*>(to + d * sizeof(T)) = layers::pack_of<T>(values);
+                                  *reinterpret_cast<Pack<T, U>*>(to + d * sizeof(T)) = pack_of<T>(values);
                                 }
                               });
 }

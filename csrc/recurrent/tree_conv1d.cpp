@@ -2,8 +2,12 @@
 
 #include <algorithm>
 
+#include "core/bytes.h"
+
 namespace specdec::recurrent {
 namespace {
+
+bool is_aligned(const TensorView& t) { return reinterpret_cast<uintptr_t>(bytes(t)) % 16 == 0; }
 
 struct ConvDims : PendingDims {
   Dim C{"channels"}, K{"taps"}, size{"taps - 1"};
@@ -21,6 +25,66 @@ struct ConvDims : PendingDims {
             .taps = size + 1};
   }
 };
+
+// Store the window that a chain leaves: the last taps - 1 of `before` and the chain's inputs.
+template <class T>
+void store_window_after_chain(const TreeConv1dParams& p, const Request& request, int64_t channel, const T* before) {
+  const int64_t size = p.layer.taps - 1;
+  T* window = static_cast<T*>(p.layer.window) + request.path.slot * size * p.layer.channels + channel;
+  const T* x = static_cast<const T*>(p.x) + request.first * p.x_stride + channel;
+  SD_UNROLL
+  for (int from = 0; from < kMaxTaps - 1; ++from) {  // before[from] moves to the front by the number of rows
+    const int64_t to = from - static_cast<int64_t>(request.rows);
+    if (from < size && to >= 0) window[to * p.layer.channels] = before[from];
+  }
+  for (int64_t t = size > request.rows ? size - request.rows : 0; t < size; ++t)
+    window[t * p.layer.channels] = x[(request.rows - size + t) * p.x_stride];
+}
+
+// Return the output of row i of a request in a channel. `window` holds the taps - 1 inputs before the rows, `ancestors`
+// the nodes that row i sees; a chain gives low_bits(i) for its last rows.
+template <class T>
+float convolve(const TreeConv1dParams& p, const Request& request, int32_t i, int64_t channel, const T* window,
+               const float* weight, float bias) {
+  const int taps = static_cast<int>(p.layer.taps);
+  const T* x = static_cast<const T*>(p.x) + request.first * p.x_stride + channel;
+  uint64_t ancestors = p.rows.mask ? mask_word(p.rows, request, i) & low_bits(i) : 0;
+  int64_t node = i;
+  int outside = 0;  // taps before the request's rows
+  float sum = bias;
+  SD_UNROLL
+  for (int t = 0; t < kMaxTaps; ++t) {
+    if (t >= taps) break;
+    float tap = 0;
+    if (node >= 0) {
+      tap = to_float(x[node * p.x_stride]);
+      if (p.rows.mask == nullptr) {
+        --node;
+      } else if (ancestors == 0) {
+        node = -1;
+      } else {
+        node = highest_bit(ancestors);
+        ancestors ^= own_bit(node, 0);
+      }
+    } else {
+      ++outside;
+      SD_UNROLL
+      for (int w = 0; w < kMaxTaps - 1; ++w)  // window[taps - 1 - outside], without an index into registers
+        if (w == taps - 1 - outside) tap = to_float(window[w]);
+    }
+    sum += weight[t] * tap;
+  }
+  return p.silu ? sum / (1 + expf(-sum)) : sum;
+}
+
+// Load a channel's weights, the node's own first, and return its bias.
+template <class T>
+float load_weight(const TreeConv1dParams& p, int64_t channel, float* weight) {
+  const T* from = static_cast<const T*>(p.weight) + channel * p.layer.taps;
+  SD_UNROLL
+  for (int t = 0; t < kMaxTaps; ++t) weight[t] = t < p.layer.taps ? to_float(from[p.layer.taps - 1 - t]) : 0;
+  return p.bias ? to_float(static_cast<const T*>(p.bias)[channel]) : 0;
+}
 
 }  // namespace
 
@@ -56,6 +120,8 @@ void tree_conv1d(CallStream stream, const TensorView& x, const TensorView& weigh
       .x_stride = x.stride(0),
       .out_stride = out.stride(0),
       .silu = activation.has_value(),
+      .vectorized =
+          is_aligned(weight) && (!bias || is_aligned(*bias)) && copy_unit({&x, &window, &records, &out}) == 16,
   };
   SD_DISPATCH(check, stream, tree_conv1d, params);
 }
@@ -76,6 +142,7 @@ void commit_conv1d(CallStream stream, const TensorView& window, const TensorView
   const CommitConv1dParams params{
       .pending = n.view(path_nodes, num_nodes, parity, slots, status, B),
       .layer = layer,
+      .vectorized = copy_unit({&window, &records}) == 16,
   };
   SD_DISPATCH(check, stream, commit_conv1d, params);
 }

@@ -1,123 +1,326 @@
 // Convolve every path of a tree, or a chain, depthwise.
 //
-// One block per request and 32 channels, eight rows at a time (threadIdx.y). Each thread keeps its channel's weights
-// and window in registers. Rows of a tree gather their ancestors' inputs through the L1; rows of a chain are cut into
-// eight runs, whose taps slide through registers. Reads each input once from memory, and the window; writes outputs,
-// records and the window.
+// Both kernels are bound by bandwidth or by the latency of a few loads, one after the other: offsets of the rows, then
+// the slot's metadata, then records of the pending path. A thread has 16 bytes of adjacent channels of a row, and their
+// weights in registers; a warp has 32 threads of one row. Rows that are not aligned take a channel per thread.
+//
+// Trees: a block per request and 32 threads of channels, a warp for every few rows. The window after the pending path
+// and the inputs of all nodes go to shared memory, from which a node gathers its taps. Reads each input once, and the
+// window and the records that it needs; writes outputs, records and the window.
+//
+// Chains: a block per kTileRows rows and 128 threads of channels. Taps slide through registers; a tile reads those of
+// the rows before it once more. The tile that begins a request reads and writes the window, so no block waits.
+#include <algorithm>
+
+#include "core/pack.cuh"
 #include "recurrent/block_tree.cuh"
 #include "recurrent/tree_conv1d.h"
+#include "recurrent/warp_request.cuh"
 
 namespace specdec::recurrent {
 namespace {
 
-constexpr int kChannels = 32, kRuns = 8, kThreads = kChannels * kRuns;
-constexpr int kAhead = 8;  // rows of a run whose inputs are loaded together
+constexpr int kMaxWarps = 8;       // of a block of trees
+constexpr int kHeld = 4;           // inputs of a thread of trees that are loaded together
+constexpr int kTileThreads = 128;  // of a block of chains
+constexpr int kTileRows = 32;      // of a chain
+constexpr int kAhead = 4;          // rows of a chain that are loaded before they are used
+constexpr int kCommitThreads = 128;
 
-template <class T>
-__device__ void convolve_tree(const TreeConv1dParams& p, const Request& request, int64_t channel, const T* window,
-                              const float* weight, float bias) {
-  const T* x = static_cast<const T*>(p.x) + channel;
-  T* out = static_cast<T*>(p.out) + channel;
-  T* records = static_cast<T*>(p.layer.records) +
-               first_record(p.pending, 1 - request.path.buffer, request.path.slot) * p.layer.channels + channel;
-  for (int32_t i = threadIdx.y; i < request.rows; i += kRuns) {
-    const int64_t row = request.first + i;
-    out[row * p.out_stride] = from_float<T>(convolve(p, request, i, channel, window, weight, bias));
-    records[i * p.layer.channels] = x[row * p.x_stride];
+// The adjacent channels of a thread, `pack` of all packs: weights, the row's own tap first, and bias.
+template <class T, int N, int kTaps>
+struct Channels {
+  float weight[kTaps][N], bias[N];
+
+  __device__ void load(const TreeConv1dParams& p, int64_t pack) {
+    const T* from = static_cast<const T*>(p.weight) + pack * N * p.layer.taps;
+    if constexpr (kTaps < kMaxTaps) {  // taps == kTaps, so channels and taps are whole packs
+      Pack<T, N> flat[kTaps];
+#pragma unroll
+      for (int t = 0; t < kTaps; ++t) flat[t] = reinterpret_cast<const Pack<T, N>*>(from)[t];
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int t = 0; t < kTaps; ++t) {
+          const int at = n * kTaps + kTaps - 1 - t;
+          weight[t][n] = to_float(flat[at / N].x[at % N]);
+        }
+    } else {
+      const int taps = static_cast<int>(p.layer.taps);
+#pragma unroll
+      for (int t = 0; t < kTaps; ++t)
+#pragma unroll
+        for (int n = 0; n < N; ++n) weight[t][n] = t < taps ? to_float(from[n * taps + taps - 1 - t]) : 0;
+    }
+#pragma unroll
+    for (float& b : bias) b = 0;
+    if (p.bias != nullptr) unpack(static_cast<const Pack<T, N>*>(p.bias)[pack], bias);
+  }
+
+  // Add a tap to sums.
+  __device__ void add(float (&sums)[N], int t, const float (&tap)[N]) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) sums[n] += weight[t][n] * tap[n];
+  }
+
+  __device__ Pack<T, N> output(const float (&sums)[N], bool silu) const {
+    float out[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) out[n] = silu ? __fdividef(sums[n], 1 + __expf(-sums[n])) : sums[n];
+    return pack_of<T>(out);
+  }
+};
+
+// A thread's packs of a tensor: rows are `stride` packs apart.
+template <class P>
+struct Column {
+  P* first;
+  int64_t stride;
+
+  __device__ P& operator[](int64_t row) const { return first[row * stride]; }
+};
+
+template <class T, int N>
+struct Columns {
+  using P = Pack<T, N>;
+  Column<const P> x;
+  Column<P> out, window, records;  // of the whole batch
+
+  __device__ Columns(const TreeConv1dParams& p, int64_t pack)
+      : x{static_cast<const P*>(p.x) + pack, p.x_stride / N},
+        out{static_cast<P*>(p.out) + pack, p.out_stride / N},
+        window{static_cast<P*>(p.layer.window) + pack, p.layer.channels / N},
+        records{static_cast<P*>(p.layer.records) + pack, p.layer.channels / N} {}
+
+  // Return input t, oldest first, of the window after the pending path. All lanes of the warp call it.
+  __device__ P after_path(const PendingPathsView& p, const WarpRequest& r, int64_t size, int t, bool has_pack) const {
+    const PendingPath& path = r.request.path;
+    const int at = t + path.count;  // in the window, then in the path
+    const int32_t node = at >= size ? r.node(static_cast<int>(at - size)) : 0;
+    if (!has_pack) return P{};
+    if (at >= size) return records[first_record(p, path.buffer, path.slot) + node];
+    return r.request.is_fresh ? P{} : window[path.slot * size + at];
+  }
+};
+
+// Set the status of a bad request, once, and return whether its rows are zeros.
+__device__ __forceinline__ bool refuse(const TreeConv1dParams& p, const WarpRequest& r, bool is_first_block) {
+  const PendingPath& path = r.request.path;
+  const int32_t bits = path.bits | (r.is_bad(p.pending, p.rows) ? kBadTree : 0);
+  if (bits && is_first_block && threadIdx.x == 0 && threadIdx.y == 0) set_status(p.pending.status, path.slot, bits);
+  return path.slot < 0 || bits != 0;
+}
+
+template <class T, int N, int kTaps>
+__global__ void __launch_bounds__(kMaxWarps* kWarp) convolve_trees(TreeConv1dParams p, unsigned channel_blocks) {
+  begin_kernel();
+  extern __shared__ float4 shared[];
+  using P = Pack<T, N>;
+  const int64_t b = blockIdx.x / channel_blocks, pack = int64_t{blockIdx.x % channel_blocks} * kWarp + threadIdx.x;
+  const int warp = static_cast<int>(threadIdx.y), warps = static_cast<int>(blockDim.y);
+  const int size = (kTaps < kMaxTaps ? kTaps : static_cast<int>(p.layer.taps)) - 1;
+  const bool has_pack = pack < p.layer.channels / N;
+  const Column<P> inputs{reinterpret_cast<P*>(shared) + threadIdx.x, kWarp};  // the window, then the nodes
+  const Columns<T, N> columns(p, pack);
+  Channels<T, N, kTaps> channels;
+  if (has_pack) channels.load(p, pack);
+  WarpRequest r{.request = load_rows_of_request(p.pending, p.rows, b)};
+  const int64_t first = r.request.first;
+  const int rows = r.request.rows;
+
+  P held[kHeld];  // the first rows of the thread, in flight while metadata is loaded
+#pragma unroll
+  for (int n = 0; n < kHeld; ++n)
+    if (const int i = warp + n * warps; i < rows && has_pack) held[n] = columns.x[first + i];
+  r.load_mask(p.rows);
+  r.load_slot(p.pending, p.rows, b);
+  if (refuse(p, r, blockIdx.x % channel_blocks == 0)) {
+    for (int i = warp; i < rows && has_pack; i += warps) columns.out[first + i] = P{};
+    return;
+  }
+  if (rows == 0) return;
+
+  P old[kTaps - 1];
+#pragma unroll
+  for (int t = 0; t < kTaps - 1; ++t)
+    if (t < size && t % warps == warp) old[t] = columns.after_path(p.pending, r, size, t, has_pack);
+#pragma unroll
+  for (int t = 0; t < kTaps - 1; ++t)
+    if (t < size && t % warps == warp) inputs[t] = old[t];
+  const int64_t record = first_record(p.pending, 1 - r.request.path.buffer, r.request.path.slot);
+  for (int base = warp; base < rows && has_pack; base += kHeld * warps) {
+#pragma unroll
+    for (int n = 0; n < kHeld; ++n)
+      if (const int i = base + n * warps; i < rows && base > warp) held[n] = columns.x[first + i];
+#pragma unroll
+    for (int n = 0; n < kHeld; ++n) {
+      const int i = base + n * warps;
+      if (i >= rows) break;
+      columns.records[record + i] = held[n];
+      inputs[size + i] = held[n];
+    }
+  }
+  __syncthreads();  // all inputs are in shared memory, and the window is read
+#pragma unroll
+  for (int t = 0; t < kTaps - 1; ++t)
+    if (t < size && t % warps == warp && has_pack) columns.window[r.request.path.slot * size + t] = old[t];
+  for (int i = warp; i < rows; i += warps) {
+    uint64_t ancestors = r.seen_of(i) & low_bits(i);
+    if (!has_pack) continue;
+    float sums[N], tap[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) sums[n] = channels.bias[n];
+    unpack(inputs[size + i], tap);
+    channels.add(sums, 0, tap);
+    int before = size;  // the tap that was read last, where no ancestor is left
+#pragma unroll
+    for (int t = 1; t < kTaps; ++t) {
+      if (t > size) break;
+      int at = before - 1;
+      if (ancestors != 0) {
+        const int node = highest_bit(ancestors);
+        ancestors ^= own_bit(node, 0);
+        at = size + node;
+      } else {
+        before = at;
+      }
+      unpack(inputs[at], tap);
+      channels.add(sums, t, tap);
+    }
+    columns.out[first + i] = channels.output(sums, p.silu);
   }
 }
 
-// Convolve one of the kRuns runs of a chain.
-template <class T, int kTaps>
-__device__ void convolve_run(const TreeConv1dParams& p, const Request& request, int64_t channel, const T* window,
-                             const float* weight, float bias) {
-  const T* x = static_cast<const T*>(p.x) + request.first * p.x_stride + channel;
-  T* out = static_cast<T*>(p.out) + request.first * p.out_stride + channel;
-  const int taps = static_cast<int>(p.layer.taps);
-  const int64_t per_run = (request.rows + kRuns - 1) / kRuns;
-  const int64_t begin = threadIdx.y * per_run, end = begin + per_run < request.rows ? begin + per_run : request.rows;
-  float seen[kTaps - 1];  // inputs before the current row, the newest first
+// Return the request that has a tile, and set `tile` to its number among the request's tiles; -1: there is none.
+__device__ __forceinline__ int64_t request_of_tile(const TreeConv1dParams& p, int64_t& tile) {
+  for (int64_t first = 0; first <= p.pending.batch; first += kWarp) {
+    const int64_t b = first + lane_id();
+    int64_t tiles = 0;
+    if (b <= p.pending.batch) {  // a request without rows has one, which sets its status
+      const int32_t rows = load_rows_of_request(p.pending, p.rows, b).rows;
+      tiles = rows == 0 ? 1 : (int64_t{rows} + kTileRows - 1) / kTileRows;
+    }
+    const int64_t sum = sum_up_to_lane(tiles);
+    if (const unsigned later = __ballot_sync(kFullMask, tile < sum); later != 0) {
+      const int lane = __ffs(static_cast<int>(later)) - 1;
+      tile -= __shfl_sync(kFullMask, sum - tiles, lane);
+      return first + lane;
+    }
+    tile -= __shfl_sync(kFullMask, sum, kWarp - 1);
+  }
+  return -1;
+}
+
+// Convolve rows begin to end - 1 of a request.
+template <class T, int N, int kTaps>
+__device__ __forceinline__ void convolve_tile(const TreeConv1dParams& p, WarpRequest& r, int64_t b, int begin, int end,
+                                              const Channels<T, N, kTaps>& channels, const Columns<T, N>& columns,
+                                              bool has_pack, bool is_first_block) {
+  using P = Pack<T, N>;
+  const int size = (kTaps < kMaxTaps ? kTaps : static_cast<int>(p.layer.taps)) - 1, rows = r.request.rows;
+  const int64_t first = r.request.first;
+  P next[kAhead], before[kTaps - 1];  // before: inputs before the tile, oldest first
+#pragma unroll
+  for (int n = 0; n < kAhead; ++n)
+    if (begin + n < end && has_pack) next[n] = columns.x[first + begin + n];
+  if (begin > 0) {
+#pragma unroll
+    for (int t = 0; t < kTaps - 1; ++t)
+      if (t < size && has_pack) before[t] = columns.x[first + begin - size + t];
+  }
+  r.load_slot(p.pending, p.rows, b);
+  if (refuse(p, r, begin == 0 && is_first_block)) {
+    for (int i = begin; i < end && has_pack; ++i) columns.out[first + i] = P{};
+    return;
+  }
+  if (rows == 0) return;
+  if (begin == 0) {
+#pragma unroll
+    for (int t = 0; t < kTaps - 1; ++t)
+      if (t < size) before[t] = columns.after_path(p.pending, r, size, t, has_pack);
+    if (has_pack) {  // the window after the chain
+      const int64_t window = r.request.path.slot * static_cast<int64_t>(size);
+#pragma unroll
+      for (int t = 0; t < kTaps - 1; ++t) {
+        if (t < size && t >= rows) columns.window[window + t - rows] = before[t];
+        if (t < size && rows - size + t >= 0) columns.window[window + t] = columns.x[first + rows - size + t];
+      }
+    }
+  }
+  if (!has_pack) return;
+
+  float seen[kTaps - 1][N];  // inputs before the current row, the newest first
 #pragma unroll
   for (int t = 0; t < kTaps - 1; ++t) {
-    const int64_t row = begin - 1 - t;
-    seen[t] = 0;
-    if (row >= 0 && begin < end && t < taps - 1) seen[t] = to_float(x[row * p.x_stride]);
 #pragma unroll
-    for (int w = 0; w < kTaps - 1; ++w)
-      if (row < 0 && t < taps - 1 && w == taps - 1 + row) seen[t] = to_float(window[w]);
+    for (int n = 0; n < N; ++n) seen[t][n] = 0;
+#pragma unroll
+    for (int from = 0; from < kTaps - 1; ++from)
+      if (from == size - 1 - t) unpack(before[from], seen[t]);
   }
-  for (int64_t first = begin; first < end; first += kAhead) {
-    T inputs[kAhead];
+  for (int base = begin; base < end; base += kAhead) {
+    P current[kAhead];
 #pragma unroll
-    for (int r = 0; r < kAhead; ++r)
-      if (first + r < end) inputs[r] = x[(first + r) * p.x_stride];
+    for (int n = 0; n < kAhead; ++n) {
+      current[n] = next[n];
+      if (base + kAhead + n < end) next[n] = columns.x[first + base + kAhead + n];
+    }
 #pragma unroll
-    for (int r = 0; r < kAhead; ++r) {
-      if (first + r >= end) break;
-      const float input = to_float(inputs[r]);
-      float sum = bias + weight[0] * input;
+    for (int n = 0; n < kAhead; ++n) {
+      if (base + n >= end) break;
+      float input[N], sums[N];
+      unpack(current[n], input);
 #pragma unroll
-      for (int t = 0; t < kTaps - 1; ++t) sum += weight[t + 1] * seen[t];
+      for (int e = 0; e < N; ++e) sums[e] = channels.bias[e];
+      channels.add(sums, 0, input);
 #pragma unroll
-      for (int t = kTaps - 2; t > 0; --t) seen[t] = seen[t - 1];
-      seen[0] = input;
-      out[(first + r) * p.out_stride] = from_float<T>(p.silu ? sum / (1 + expf(-sum)) : sum);
+      for (int t = 1; t < kTaps; ++t) channels.add(sums, t, seen[t - 1]);
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+#pragma unroll
+        for (int t = kTaps - 2; t > 0; --t) seen[t][e] = seen[t - 1][e];
+        seen[0][e] = input[e];
+      }
+      columns.out[first + base + n] = channels.output(sums, p.silu);
     }
   }
 }
 
-template <class T, int kTaps>
-__global__ void __launch_bounds__(kThreads) tree_conv1d_kernel(TreeConv1dParams p, unsigned channel_blocks) {
+template <class T, int N, int kTaps>
+__global__ void __launch_bounds__(kTileThreads, kTaps < kMaxTaps ? 3 : 2)
+    convolve_chains(TreeConv1dParams p, unsigned channel_blocks) {
   begin_kernel();
-  const int64_t b = blockIdx.x / channel_blocks;
-  const int64_t channel = int64_t{blockIdx.x % channel_blocks} * kChannels + threadIdx.x;
-  const int thread = static_cast<int>(threadIdx.y) * kChannels + static_cast<int>(threadIdx.x);
-  const Request request = load_request(p.pending, p.rows, b);
-  const int32_t slot = request.path.slot;
-  const bool is_bad = is_bad_tree(p.pending, &p.rows, request.path, &request, thread);
-  const int32_t bits = request.path.bits | (is_bad ? kBadTree : 0);
-  if (slot >= 0 && bits && blockIdx.x % channel_blocks == 0 && thread == 0) set_status(p.pending.status, slot, bits);
-  const bool has_channel = channel < p.layer.channels;
-  if (slot < 0 || bits) {
-    if (has_channel)
-      for (int64_t i = threadIdx.y; i < request.rows; i += kRuns)
-        static_cast<T*>(p.out)[(request.first + i) * p.out_stride + channel] = T{};
-    return;
+  const int64_t pack = int64_t{blockIdx.x % channel_blocks} * kTileThreads + threadIdx.x;
+  const bool has_pack = pack < p.layer.channels / N;
+  const Columns<T, N> columns(p, pack);
+  Channels<T, N, kTaps> channels;
+  if (has_pack) channels.load(p, pack);
+  // A second tile per block is there only if requests overlap, which bad offsets may give.
+  for (int64_t n = blockIdx.x / channel_blocks;; n += gridDim.x / channel_blocks) {
+    int64_t tile = n;
+    const int64_t b = request_of_tile(p, tile);
+    if (b < 0) return;
+    WarpRequest r{.request = load_rows_of_request(p.pending, p.rows, b)};
+    const int begin = static_cast<int>(tile * kTileRows), end = min(begin + kTileRows, r.request.rows);
+    convolve_tile(p, r, b, begin, end, channels, columns, has_pack, blockIdx.x % channel_blocks == 0);
   }
-  if (request.rows == 0) return;
-
-  T window[kMaxTaps - 1] = {};
-  if (has_channel) {
-    float weight[kMaxTaps];
-    const float bias = load_weight<T>(p, channel, weight);
-    load_window(p.pending, p.layer, request.path, request.is_fresh, channel, window);
-    if (p.rows.mask != nullptr)
-      convolve_tree(p, request, channel, window, weight, bias);
-    else
-      convolve_run<T, kTaps>(p, request, channel, window, weight, bias);
-  }
-  __syncthreads();  // all runs have loaded the window
-  if (!has_channel || threadIdx.y != 0) return;
-  if (p.rows.mask != nullptr)
-    store_window(p.layer, slot, channel, window);
-  else
-    store_window_after_chain(p, request, channel, window);
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads) commit_conv1d_kernel(CommitConv1dParams p, unsigned channel_blocks) {
+template <class P>
+__global__ void __launch_bounds__(kCommitThreads)
+    commit_conv1d_kernel(CommitConv1dParams p, ConvLayer packs, unsigned channel_blocks) {
   begin_kernel();
   const int64_t b = blockIdx.x / channel_blocks;
-  const int64_t channel = int64_t{blockIdx.x % channel_blocks} * kThreads + threadIdx.x;
+  const int64_t pack = int64_t{blockIdx.x % channel_blocks} * kCommitThreads + threadIdx.x;
   const PendingPath path = load_pending(p.pending, b);
   const bool is_bad = is_bad_tree(p.pending, nullptr, path, nullptr, static_cast<int>(threadIdx.x));
   const int32_t bits = path.bits | (is_bad ? kBadTree : 0);
   if (path.slot < 0) return;
   if (bits && blockIdx.x % channel_blocks == 0 && threadIdx.x == 0) set_status(p.pending.status, path.slot, bits);
-  if (bits || path.count == 0 || channel >= p.layer.channels) return;
-  T window[kMaxTaps - 1] = {};
-  load_window(p.pending, p.layer, path, false, channel, window);
-  store_window(p.layer, path.slot, channel, window);
+  if (bits || path.count == 0 || pack >= packs.channels) return;
+  P window[kMaxTaps - 1];
+  load_window(p.pending, packs, path, false, pack, window);
+  store_window(packs, path.slot, pack, window);
 }
 
 // Call f.template operator()<kTaps>() with the number of taps, or kMaxTaps for more than 4.
@@ -131,25 +334,59 @@ void with_taps(int64_t taps, F&& f) {
 #endif
 }
 
+// Call f.template operator()<N>() with the channels of a thread.
+template <class T, class F>
+void with_pack(bool vectorized, F&& f) {
+  if (vectorized) return f.template operator()<16 / sizeof(T)>();
+#ifndef SPECDEC_COMPILE_CHECK
+  f.template operator()<1>();
+#endif
+}
+
+unsigned blocks_of(int64_t packs, int threads) { return static_cast<unsigned>((packs + threads - 1) / threads); }
+
+// Return the warps of a block of trees, whose requests have this many rows on average: a few rows for each warp.
+unsigned warps_of(int64_t rows) { return rows <= 1 ? 1 : rows <= 4 ? 2 : rows <= 8 ? 4 : kMaxWarps; }
+
+template <class T, int N, int kTaps>
+void launch_conv(const TreeConv1dParams& p, Stream stream) {
+  const char* op = "tree_conv1d";
+  const int64_t packs = p.layer.channels / N;
+  if (p.rows.mask == nullptr) {
+    const unsigned blocks = blocks_of(packs, kTileThreads);
+    const int64_t tiles = (p.rows.rows + kTileRows - 1) / kTileRows + p.pending.batch + 1;
+    return launch(op, convolve_chains<T, N, kTaps>, {.grid = grid_x(op, tiles * blocks), .threads = kTileThreads},
+                  stream, p, blocks);
+  }
+  const unsigned blocks = blocks_of(packs, kWarp);
+  const int64_t nodes = std::min(p.pending.record_nodes, p.rows.rows);
+  const size_t bytes = (p.layer.taps - 1 + nodes) * kWarp * sizeof(Pack<T, N>);
+  launch(op, convolve_trees<T, N, kTaps>,
+         {.grid = grid_x(op, (p.pending.batch + 1) * blocks),
+          .threads = dim3(kWarp, warps_of(p.rows.rows / std::max<int64_t>(p.pending.batch, 1))),
+          .shared_bytes = bytes},
+         stream, p, blocks);
+}
+
 }  // namespace
 
 void tree_conv1d_cuda(const TreeConv1dParams& p, Stream stream) {
-  const int64_t blocks = (p.layer.channels + kChannels - 1) / kChannels;
-  const unsigned grid = grid_x("tree_conv1d", (p.pending.batch + 1) * blocks);
   with_float_type(p.layer.dtype, [&]<class T>() {
-    with_taps(p.layer.taps, [&]<int kTaps>() {
-      launch("tree_conv1d", tree_conv1d_kernel<T, kTaps>, {.grid = grid, .threads = dim3(kChannels, kRuns)}, stream, p,
-             static_cast<unsigned>(blocks));
-    });
+    with_pack<T>(p.vectorized,
+                 [&]<int N>() { with_taps(p.layer.taps, [&]<int kTaps>() { launch_conv<T, N, kTaps>(p, stream); }); });
   });
 }
 
 void commit_conv1d_cuda(const CommitConv1dParams& p, Stream stream) {
-  const int64_t blocks = (p.layer.channels + kThreads - 1) / kThreads;
-  const unsigned grid = grid_x("commit_conv1d", p.pending.batch * blocks);
   with_float_type(p.layer.dtype, [&]<class T>() {
-    launch("commit_conv1d", commit_conv1d_kernel<T>, {.grid = grid, .threads = kThreads}, stream, p,
-           static_cast<unsigned>(blocks));
+    with_pack<T>(p.vectorized, [&]<int N>() {
+      ConvLayer packs = p.layer;
+      packs.channels /= N;
+      const unsigned blocks = blocks_of(packs.channels, kCommitThreads);
+      launch("commit_conv1d", commit_conv1d_kernel<Pack<T, N>>,
+             {.grid = grid_x("commit_conv1d", p.pending.batch * blocks), .threads = kCommitThreads}, stream, p, packs,
+             blocks);
+    });
   });
 }
 

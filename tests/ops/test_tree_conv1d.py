@@ -67,7 +67,7 @@ class Model:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("taps", "channels"), [(2, 1), (3, 70), (4, 257), (5, 8), (8, 33)])
+@pytest.mark.parametrize(("taps", "channels"), [(2, 1), (3, 70), (4, 257), (4, 264), (5, 8), (8, 33)])
 def test_tree_conv1d_of_packed_trees_matches_plain_convolution(
     device: torch.device, dtype: torch.dtype, taps: int, channels: int
 ) -> None:
@@ -123,6 +123,31 @@ def test_tree_conv1d_of_a_chain_does_not_depend_on_how_it_is_cut(
         first += count
     assert torch.equal(model.window[1].cpu(), x[-(taps - 1) :])
     assert model.window[0].isnan().all() and model.records.isnan().all()
+
+
+@pytest.mark.parametrize(("taps", "channels"), [(3, 24), (4, 1032), (8, 5)])
+def test_tree_conv1d_of_packed_chains_matches_plain_convolution(device: torch.device, taps: int, channels: int) -> None:
+    """Chains of several tiles and of none, one of them after a pending path; rows after the last request are zeros."""
+    counts, slots = (70, 0, 1, 33, 2), ints([3, 0, 5, 1, 2])
+    model = Model(device, channels, taps, 6, torch.bfloat16)
+    _, mask = random_tree(1)
+    root = model.inputs(1)
+    model.run(root, offsets(1), ints([1]), mask)
+    model.accept([[0]], ints([1]))
+    model.prefix_lens[5] = 0
+    window, x = model.window.cpu().clone(), model.inputs(sum(counts) + 2)
+    window[5] = 0
+    window[1] = torch.cat([window[1], root])[1:]
+    out = model.run(x, offsets(*counts), slots)
+    assert (out[-2:] == 0).all() and (model.status == 0).all()
+    first = 0
+    for count, slot in zip(counts, slots.tolist(), strict=True):
+        text = torch.cat([window[slot], x[first : first + count]])
+        for i in range(count):
+            model.assert_output(out[first + i], text[: taps + i])
+        if count > 0:
+            assert torch.equal(model.window[slot].cpu(), text[-(taps - 1) :])
+        first += count
 
 
 def test_tree_conv1d_rounds_equal_one_plain_convolution(device: torch.device) -> None:

@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "core/cuda.cuh"
+#include "core/pack.cuh"
 #include "layers/activation/silu_and_mul.h"
-#include "layers/pack.cuh"
 
 namespace specdec::layers {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "layers/pack.cuh"
+#include "core/pack.cuh"
 
 namespace specdec::layers {
 

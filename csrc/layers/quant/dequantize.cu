@@ -3,7 +3,7 @@
 // One thread per eight adjacent elements. Eight INT4 elements of an interleaved row lie in four words of a cache line
 // that adjacent threads read as well.
 #include "core/cuda.cuh"
-#include "layers/pack.cuh"
+#include "core/pack.cuh"
 #include "layers/quant/dequantize.h"
 
 namespace specdec::layers {

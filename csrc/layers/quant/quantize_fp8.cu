@@ -5,8 +5,8 @@
 // dominates.
 #include <algorithm>
 
+#include "core/pack.cuh"
 #include "core/warp.cuh"
-#include "layers/pack.cuh"
 #include "layers/quant/quantize_fp8.h"
 
 namespace specdec::layers {

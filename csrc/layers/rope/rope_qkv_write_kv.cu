@@ -7,7 +7,7 @@
 #include <cutlass/fast_math.h>
 
 #include "core/cuda.cuh"
-#include "layers/pack.cuh"
+#include "core/pack.cuh"
 #include "layers/rope/rope_qkv_write_kv.h"
 
 namespace specdec::layers {

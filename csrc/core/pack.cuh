@@ -3,7 +3,7 @@
 
 #include "core/floats.h"
 
-namespace specdec::layers {
+namespace specdec {
 
 template <class T, int N>
 struct alignas(N * sizeof(T)) Pack {
@@ -24,4 +24,4 @@ __device__ __forceinline__ Pack<T, N> pack_of(const float (&values)[N]) {
   return pack;
 }
 
-}  // namespace specdec::layers
+}  // namespace specdec
