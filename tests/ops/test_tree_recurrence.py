@@ -150,23 +150,46 @@ def test_tree_recurrence_rounds_equal_one_plain_recurrence(device: torch.device,
 
 
 @every_kind
-def test_tree_recurrence_of_a_chain_does_not_depend_on_how_it_is_cut(device: torch.device, kind: str) -> None:
-    layer = Layer(kind, 1, 2, 40, 20)
-    rows = layer.rows(83)
-    want_state, wanted = layer.state(1)[0], {}
-    start = want_state
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 2, 40, 20), (2, 4, 128, 64), (1, 1, 200, 40)], ids=str)
+def test_tree_recurrence_of_a_chain_does_not_depend_on_how_it_is_cut(
+    device: torch.device, kind: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]
+) -> None:
+    layer = Layer(kind, *sizes)
+    rows = layer.rows(83, dtype)
+    start = want_state = layer.state(1)[0]
+    wanted = {}
     for i in range(83):
         wanted[i], want_state = along_path(rows, [i], want_state)
-    for cuts in ((83,), (1, 15, 16, 17, 34), (64, 19), (33, 50)):
+    for cuts in ((83,), (1, 15, 16, 17, 34), (33, 50)):
         model = Model(device, layer, num_slots=1)
         model.state[0] = start
         first = 0
         for count in cuts:
             out = model.run(rows.at(slice(first, first + count)), offsets(count), None)
             for i in (0, count // 2, count - 1):
-                assert_near(out[i], wanted[first + i])
+                assert_near(out[i], wanted[first + i], dtype)
             first += count
         assert_near(model.state[0], want_state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tree_recurrence_of_a_chain_normalizes_and_scales(device: torch.device, dtype: torch.dtype) -> None:
+    layer = Layer("gated delta", 2, 4, 64, 32)
+    rows = layer.rows(37, dtype)
+    rows = rows._replace(q=20 * rows.q, k=20 * rows.k)
+    model = Model(device, layer, num_slots=1, scale=0.3, l2norm_eps=1e-6)
+    before = model.state[0].cpu().clone()
+    out = model.run(rows, offsets(37), None)
+    want, state = along_path(normalized(rows, 0.3), list(range(37)), before)
+    assert_near(out[36], want, dtype)
+    assert_near(model.state[0], state)
+
+
+def normalized(rows: Rows, scale: float) -> Rows:
+    """Return the rows with normalized q and k in float64, and q scaled."""
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (rows.q.double(), rows.k.double()))
+    return rows._replace(q=scale * q, k=k)
 
 
 def test_tree_recurrence_normalizes_and_scales(device: torch.device) -> None:
@@ -177,11 +200,10 @@ def test_tree_recurrence_normalizes_and_scales(device: torch.device) -> None:
     model = Model(device, layer, num_slots=1, scale=0.3, l2norm_eps=1e-6)
     before = model.state[0].cpu().clone()
     out = model.run(rows, offsets(9), None, mask)
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (rows.q.double(), rows.k.double()))
-    normalized = rows._replace(q=0.3 * q, k=k)
+    want = normalized(rows, 0.3)
     for i in range(9):
-        assert_near(out[i], along_path(normalized, path_to(parents, i), before)[0])
-    assert_near(model.records.k[1, 0, :9], k)
+        assert_near(out[i], along_path(want, path_to(parents, i), before)[0])
+    assert_near(model.records.k[1, 0, :9], want.k)
 
 
 @every_kind

@@ -106,7 +106,7 @@ def tree_recurrence(
     after the last request are zeros, and such a slot is not changed.
 
     Computes in float32. On one device a row's bits depend only on its own request. On a GPU a NaN or an infinity in one
-    node of a tree may reach all outputs of its request.
+    row may reach all outputs of its request.
 
     Args:
         q: [M, Hk, dk] float32, float16 or bfloat16, packed rows; only the last dimension must be contiguous. dk is at
