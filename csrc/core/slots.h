@@ -17,10 +17,12 @@ enum StatusBit : int32_t {
   kBadLogits = 32,   // a row of logits with no entry above -inf
 };
 
+// Return a slot, or -1 if it is out of range.
+SD_HD int64_t valid_slot(int64_t slot, int64_t num_slots) { return slot >= 0 && slot < num_slots ? slot : -1; }
+
 // Return the slot of row b, or -1 for an empty row (slots[b] < 0 or out of range).
 SD_HD int64_t slot_of(const int32_t* slots, int64_t b, int64_t num_slots) {
-  const int64_t slot = slots ? slots[b] : b;
-  return slot >= 0 && slot < num_slots ? slot : -1;
+  return valid_slot(slots ? slots[b] : b, num_slots);
 }
 
 // Set status bits of a slot; does nothing if `status` is null.

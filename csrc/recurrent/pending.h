@@ -33,33 +33,42 @@ struct PendingPath {
   const int32_t* nodes = nullptr;
 };
 
-// Load the path of a slot, -1 for none. All loads come before the first decision, so that a GPU waits for them once.
-SD_HD PendingPath load_pending_of_slot(const PendingPathsView& p, int64_t slot) {
-  PendingPath path{.slot = static_cast<int32_t>(slot)};
-  if (path.slot < 0) return path;
-  const int32_t count = p.num_nodes[path.slot], parity = p.parity[path.slot];
-  const int32_t status = p.status != nullptr ? p.status[path.slot] : 0;
-  path.buffer = parity & 1;
-  path.nodes = p.nodes + path.slot * p.path_width;
-  if (status & kStalled) path.slot = -1;
-  if (count < 0 || count > p.path_width || count > p.record_nodes)
+// What a slot's words say. They are loaded together, so that no load waits for another.
+struct SlotWords {
+  int32_t count = 0, parity = 0, status = 0, prefix = 0;
+};
+
+// Load the words of a valid slot; `prefix_lens` may be null.
+SD_HD SlotWords load_slot_words(const PendingPathsView& p, const int32_t* prefix_lens, int64_t slot) {
+  SlotWords words{.count = p.num_nodes[slot], .parity = p.parity[slot]};
+  if (p.status != nullptr) words.status = p.status[slot];
+  if (prefix_lens != nullptr) words.prefix = prefix_lens[slot];
+  return words;
+}
+
+SD_HD PendingPath pending_path(const PendingPathsView& p, int64_t slot, const SlotWords& words) {
+  PendingPath path{.slot = words.status & kStalled ? -1 : static_cast<int32_t>(slot),
+                   .buffer = words.parity & 1,
+                   .nodes = p.nodes + slot * p.path_width};
+  if (words.count < 0 || words.count > p.path_width || words.count > p.record_nodes)
     path.bits = kBadLength;
   else
-    path.count = count;
+    path.count = words.count;
   return path;
 }
 
 SD_HD PendingPath load_pending(const PendingPathsView& p, int64_t b) {
-  return load_pending_of_slot(p, slot_of(p.slots, b, p.num_slots));
+  const int64_t slot = slot_of(p.slots, b, p.num_slots);
+  return slot < 0 ? PendingPath{} : pending_path(p, slot, load_slot_words(p, nullptr, slot));
 }
 
-// Return whether a node that follows `before` on a pending path, -1 at its begin, is no node of the records, or does
-// not come after it.
-SD_HD bool is_bad_node(const PendingPathsView& p, int32_t node, int32_t before) {
+// Return whether an entry of a pending path is no node of the records, or does not come after the entry `before` it, -1
+// for the first.
+SD_HD bool is_bad_entry(const PendingPathsView& p, int32_t node, int32_t before) {
   return node >= p.record_nodes || node <= before;
 }
 SD_HD bool is_bad_entry(const PendingPathsView& p, const PendingPath& path, int32_t j) {
-  return is_bad_node(p, path.nodes[j], j == 0 ? -1 : path.nodes[j - 1]);
+  return is_bad_entry(p, path.nodes[j], j == 0 ? -1 : path.nodes[j - 1]);
 }
 
 // Return the first record of a slot in a buffer, in records: [2, num_slots, record_nodes].
@@ -78,36 +87,37 @@ struct PackedRowsView {
 struct Request {
   PendingPath path;  // slot -1, or bits: the rows are zeros, and nothing else is read or written
   int32_t first = 0, rows = 0;
-  bool fits = false;      // cu_seqlens give just these rows
+  bool fits = true;       // cu_seqlens is what it should be
   bool is_fresh = false;  // the state counts as zeros, and nothing is pending
 };
 
-// Load the rows of request b, 0 to batch. Request `batch` stands for the padding rows after the last request.
-SD_HD Request load_rows_of_request(const PendingPathsView& p, const PackedRowsView& r, int64_t b) {
+// Return the rows of request b, from `begin` to `end` as cu_seqlens has them, without a path.
+SD_HD Request rows_of_request(const PackedRowsView& r, int64_t b, int32_t begin, int32_t end) {
   Request request;
   const int32_t num_rows = static_cast<int32_t>(r.rows);
-  const int32_t begin = r.cu_seqlens[b], end = b >= p.batch ? num_rows : r.cu_seqlens[b + 1];
   request.first = b == 0 ? 0 : clamp_to(begin, 0, num_rows);  // every row has an owner, which writes zeros at least
   request.rows = clamp_to(end, request.first, num_rows) - request.first;
   request.fits = begin == request.first && end == begin + request.rows;
   return request;
 }
 
-// Load the slot of request b, whose rows are loaded.
-SD_HD void load_slot_of_request(const PendingPathsView& p, const PackedRowsView& r, int64_t b, Request& request) {
-  const int64_t slot = b >= p.batch ? -1 : slot_of(p.slots, b, p.num_slots);
-  const int32_t prefix = slot < 0 ? 0 : r.prefix_lens[slot];
-  request.path = load_pending_of_slot(p, slot);
+// Give a request the path of its slot, a valid one.
+SD_HD void set_path(Request& request, const PendingPathsView& p, const PackedRowsView& r, int64_t slot,
+                    const SlotWords& words) {
+  request.path = pending_path(p, slot, words);
   if (request.path.slot < 0) return;
-  request.is_fresh = prefix == 0;
+  request.is_fresh = words.prefix == 0;
   if (request.is_fresh) request.path.count = request.path.bits = 0;
-  const bool has_records = r.mask == nullptr || request.rows <= p.record_nodes;
-  if (!request.fits || prefix < 0 || !has_records) request.path.bits |= kBadLength;
+  const bool fits = request.fits && words.prefix >= 0;
+  if (!fits || (r.mask != nullptr && request.rows > p.record_nodes)) request.path.bits |= kBadLength;
 }
 
+// Load request b, 0 to batch. Request `batch` stands for the padding rows after the last request.
 SD_HD Request load_request(const PendingPathsView& p, const PackedRowsView& r, int64_t b) {
-  Request request = load_rows_of_request(p, r, b);
-  load_slot_of_request(p, r, b, request);
+  const int32_t end = b < p.batch ? r.cu_seqlens[b + 1] : static_cast<int32_t>(r.rows);
+  Request request = rows_of_request(r, b, r.cu_seqlens[b], end);
+  const int64_t slot = b < p.batch ? slot_of(p.slots, b, p.num_slots) : -1;
+  if (slot >= 0) set_path(request, p, r, slot, load_slot_words(p, r.prefix_lens, slot));
   return request;
 }
 
@@ -116,22 +126,25 @@ SD_HD uint64_t mask_word(const PackedRowsView& r, const Request& request, int32_
   return static_cast<uint64_t>(r.mask[(request.first + i) * r.mask_words]);
 }
 
-// Return whether a word is no row i of a tree's mask, whatever the other rows are.
-SD_HD bool is_bad_word(uint64_t word, int32_t i) { return word != ((word & low_bits(i)) | own_bit(i, 0)); }
-
-// Return whether words after the first have bits.
-SD_HD bool sees_more_words(const PackedRowsView& r, const Request& request, int32_t i) {
+// Return whether row i of a mask has bits after its first word.
+SD_HD bool has_more_bits(const PackedRowsView& r, const Request& request, int32_t i) {
   for (int64_t w = 1; w < r.mask_words; ++w)
     if (r.mask[(request.first + i) * r.mask_words + w] != 0) return true;
   return false;
 }
 
-// Return whether row i of a mask is no row of a tree: it is its parent's row and its own bit, and the parent comes
-// first.
+// Return whether the nodes that node i sees are no path in a tree: they are its parent's and itself, and the parent
+// comes first. word_of(j) is the word of an earlier node.
+template <class Words>
+SD_HD bool is_bad_word(uint64_t word, int32_t i, Words&& word_of) {
+  const uint64_t ancestors = word & low_bits(i);
+  if (word != (ancestors | own_bit(i, 0))) return true;
+  return ancestors != 0 && word_of(highest_bit(ancestors)) != ancestors;
+}
+
 SD_HD bool is_bad_mask_row(const PackedRowsView& r, const Request& request, int32_t i) {
-  const uint64_t word = mask_word(r, request, i), ancestors = word & low_bits(i);
-  if (is_bad_word(word, i) || sees_more_words(r, request, i)) return true;
-  return ancestors != 0 && mask_word(r, request, highest_bit(ancestors)) != ancestors;
+  return has_more_bits(r, request, i) ||
+         is_bad_word(mask_word(r, request, i), i, [&](int32_t j) { return mask_word(r, request, j); });
 }
 
 // Return the bits that the entries of a request's path and its mask give, on the host.
