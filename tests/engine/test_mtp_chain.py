@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdec_kernels.cli.doctor_measure import measure
+from specdec_kernels.cli.doctor_measure import Recorder, Text, measure, record, write_texts
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
 from support.exhaustive import exhaustive
 from support.mtp_checkpoints import NUM_LAYERS, ChainReference, write_target_with_chain
@@ -172,9 +172,36 @@ def test_what_is_not_computed_is_refused_by_name(folder: Path) -> None:
     assert str(error.value) == (
         "Engine: prefix_cache is set, expected not with MTP, whose rows depend on 3 tokens after them"
     )
-    with make_engine(folder, None) as engine, pytest.raises(ValueError) as error:
-        measure(MTP(folder, num_steps=2, topk=1), 2, engine.target, [])
-    assert str(error.value) == (
-        "doctor: MTP has rows that depend on 2 tokens after them, expected 1 (of several MTP layers only the first "
-        "can be measured, with --speculative-num-steps 1)"
-    )
+
+
+@pytest.mark.parametrize("num_steps", [LAYERS, *exhaustive(1, 2)])
+def test_doctor_measures_each_layer_at_its_depth(num_steps: int, folder: Path, prompts: list[list[int]]) -> None:
+    reference, recorder = ChainReference(folder, LAYERS), Recorder([NUM_LAYERS])
+    with make_engine(folder, recorder) as engine:
+        texts = record(engine, prompts, write_texts(engine, prompts, 20))
+        # Drafts of the layers follow many tokens, so that roots have right drafts of all depths.
+        texts = [text._replace(tokens=favored(reference, text, num_steps)) for text in texts]
+        texts = record(engine, prompts, [text.tokens for text in texts])
+        found = measure(MTP(folder, num_steps=num_steps, topk=1), num_steps, engine.target, texts)
+    right, roots = [0] * num_steps, 0
+    for text in texts:
+        for root in range(len(text.prompt), len(text.tokens) - num_steps):
+            roots += 1
+            if root < num_steps:
+                continue  # the text is too short for drafts
+            chain, _ = reference.chain(text.tokens[: root + 1], num_steps)
+            for depth in range(num_steps):
+                if chain[: depth + 1] != text.tokens[root + 1 : root + depth + 2]:
+                    break
+                right[depth] += 1
+    assert found.reached[0] == roots and right[-1] > 5
+    assert all(abs(ours - theirs) <= 1 for ours, theirs in zip(found.right, right, strict=True))  # a near-tie
+
+
+def favored(reference: ChainReference, text: Text, num_steps: int) -> list[int]:
+    """Return a text of the same length in which the layers' drafts follow many tokens."""
+    tokens = text.tokens[: len(text.prompt) + 1]
+    while len(tokens) < len(text.tokens):
+        chain = reference.chain(tokens, num_steps)[0] if len(tokens) > num_steps else []
+        tokens = [*tokens, *chain, *text.tokens[len(tokens) + len(chain) :][:2]]
+    return tokens[: len(text.tokens)]

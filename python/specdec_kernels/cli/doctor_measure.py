@@ -6,7 +6,8 @@ after the last right draft, gives the accept length of an engine that drafts a c
 anything. All entries together, whether or not a round starts there, give the acceptance by depth.
 
 Drafts are called through the interface of rounds, so this module knows no algorithm. Each token of a text is the root
-of a slot. The slots share the KV rows of the text and have rows of their own after them, with pages of one row.
+of a slot. The slots share the KV rows of the text and have rows of their own after them, with pages of one row. Drafts
+of several MTP layers also write over the last rows before the root, so each slot has copies of these.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch import Tensor
 from ..engine import Committed, Draft, DraftBudget, DraftContext, DraftRequest, Engine, Needs, SamplingParams
 from ..engine.device.prefill import Prefill
 from ..engine.device.state import EngineState
-from ..engine.drafts.composition import close_draft, open_draft
+from ..engine.drafts.composition import close_draft, open_draft, pools_of
 from ..engine.drafts.proposal import scored_tree_of
+from ..models.kv_pools import KvPools
 from ..models.language_model import LanguageModel
 from ..models.layers.paged_batch import PagedBatch
 from ..ops import Accepted, Candidates
@@ -107,20 +109,13 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
     """Return the acceptance of a draft that is not open yet, configured for a chain of `num_steps`.
 
     `pairing` shifts the features relative to the tokens: above 0, rows get the states of later tokens.
-
-    Raises:
-        ValueError: a draft whose rows depend on more than one token after them.
     """
     needs = draft.needs(target.config)
-    if needs.lookahead > 1:  # a slot would write over rows of the text that all slots share
-        raise ValueError(
-            f"doctor: {type(draft).__name__} has rows that depend on {needs.lookahead} tokens after them, expected 1 "
-            "(of several MTP layers only the first can be measured, with --speculative-num-steps 1)"
-        )
     layers = [target.feature_layers.index(layer) for layer in needs.feature_layers]
     longest = max(len(text.tokens) for text in texts)
     num_slots = max(len(roots_of(text, num_steps)) for text in texts)
-    own = num_steps + 2  # rows of a slot after the shared text
+    before = max(needs.lookahead - 1, 0)  # of the text's last rows, those that a slot's drafts write over
+    own = before + num_steps + 2  # rows of a slot after the shared text
     state = EngineState.create(
         num_slots=num_slots,
         vocab_size=0,  # no round runs that would edit logits or continue from hidden states
@@ -141,7 +136,7 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
             features = None
             if layers:
                 features = shifted(text.features[:, layers].flatten(1), pairing)
-            right = drafts_right(draft, state, num_steps, text, features)
+            right = drafts_right(draft, state, num_steps, text, features, before)
             count(right, acceptance)
     finally:
         close_draft(draft)
@@ -171,8 +166,10 @@ def shifted(features: Tensor, by: int) -> Tensor:
     return features[at]
 
 
-def drafts_right(draft: Draft, state: EngineState, num_steps: int, text: Text, features: Tensor | None) -> list[int]:
-    """Return for each root how many drafts of the chain after it are right."""
+def drafts_right(
+    draft: Draft, state: EngineState, num_steps: int, text: Text, features: Tensor | None, before: int
+) -> list[int]:
+    """Return for each root how many drafts of the chain after it are right; they write over `before` rows before it."""
     device = state.seq_lens.device
     roots = roots_of(text, num_steps)
     if not roots:
@@ -182,7 +179,7 @@ def drafts_right(draft: Draft, state: EngineState, num_steps: int, text: Text, f
         return torch.tensor(list(values), dtype=torch.int32, device=device)
 
     tokens, slots, lengths = integers(text.tokens), integers(range(len(roots))), integers(roots)
-    share_text(state, len(text.tokens), lengths)
+    share_text(state, len(text.tokens), lengths - before)
     state.root_tokens[: len(roots)] = tokens[roots.start : roots.stop]
     state.seq_lens[: len(roots)] = lengths
     for slot in range(len(roots)):
@@ -193,13 +190,17 @@ def drafts_right(draft: Draft, state: EngineState, num_steps: int, text: Text, f
         tokens=tokens[None, :length],
         next_tokens=tokens[None, 1 : length + 1],
         positions=positions,
-        rows=PagedBatch(slots=zero, page_table=positions, prefix_lens=zero, tail_len=length),
+        rows=PagedBatch(
+            slots=zero, page_table=positions, prefix_lens=zero, tail_len=length, num_valid=integers([length])
+        ),
         piece_slots=slots[-1:],
         slots=slots,
         ends=lengths,
         last_rows=lengths - 1,
     )
     draft.prefill(prefill, None if features is None else features[None, :length])
+    for back in range(1, before + 1):
+        copy_rows(pools_of(draft), state.pool.page_table[: len(roots)], lengths - back)
     draft.activate(slots)
     # As if a round had just committed the roots alone: the draft then drafts what follows them.
     state.prefix_lens[: len(roots)] = lengths - 1
@@ -227,6 +228,15 @@ def share_text(state: EngineState, num_rows: int, lengths: Tensor) -> None:
     own = (len(state.pool.free_stack) - num_rows) // len(table)
     mine = num_rows + torch.arange(len(lengths), dtype=torch.int32, device=table.device)[:, None] * own
     table[: len(lengths)] = torch.where(beyond < 0, columns, torch.where(beyond < own, mine + beyond, -1))
+
+
+def copy_rows(pools: Sequence[KvPools], page_table: Tensor, rows: Tensor) -> None:
+    """Copy one row of the text, if there is such a row, to the place that each slot's table has for it."""
+    page_table, rows = page_table[rows >= 0], rows[rows >= 0].long()
+    places = page_table.gather(1, rows[:, None])[:, 0].long()
+    for group in (group for each in pools for group in each.groups):
+        for pool in group.pools:
+            pool[:, places] = pool[:, rows]
 
 
 def count(right: list[int], acceptance: Acceptance) -> None:
