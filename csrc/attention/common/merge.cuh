@@ -199,26 +199,26 @@ __device__ __forceinline__ void merge_item(const AttentionCall& p, const DeviceP
 
 // Write zeros to the rows after the last packed request, distributed over all blocks of the call.
 template <class T, int D, int kWarps>
-__device__ void write_padding_rows(const AttentionCall& p, const DevicePlan& plan) {
+__device__ void write_padding_rows(const AttentionCall& p, const DevicePlan& plan, unsigned thread) {
   const Request r = load_request(p, p.batch);
   const int count = r.rows * plan.gqa_group.divisor;
   const unsigned blocks = gridDim.x * gridDim.y * gridDim.z;
   const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-  for (int64_t n = int64_t{block} * kWarps + threadIdx.x / kWarp; n < count * p.kv_heads; n += int64_t{blocks} * kWarps)
+  for (int64_t n = int64_t{block} * kWarps + thread / kWarp; n < count * p.kv_heads; n += int64_t{blocks} * kWarps)
     write_row<T>(p, plan, r, static_cast<int>(n / count), static_cast<int>(n % count), PartialRow<D>());
 }
 
 // Write what no segment covers, distributed over all blocks of the call: the status of requests, and rows without
-// visible KV.
+// visible KV. Call from kThreads threads of each block, numbered by `thread`.
 template <class T, int D, int kThreads>
-__device__ void write_rows_without_kv(const AttentionCall& p, const DevicePlan& plan) {
+__device__ void write_rows_without_kv(const AttentionCall& p, const DevicePlan& plan, unsigned thread = threadIdx.x) {
   constexpr int kWarps = kThreads / kWarp;
   const int batch = static_cast<int>(p.batch), tile = plan.tile_rows * plan.row_tiles;
   const int slices = batch > 0 ? max(static_cast<int>(gridDim.x) / batch, 1) : 0;
   for (int64_t item = blockIdx.x; item < int64_t{batch} * slices; item += gridDim.x) {
     const Request r = load_request(p, item / slices);
-    const int slice = static_cast<int>(item % slices), warp = threadIdx.x / kWarp;
-    if (slice == 0 && threadIdx.x == 0 && r.status != 0) set_status(p.status, r.slot, r.status);
+    const int slice = static_cast<int>(item % slices), warp = thread / kWarp;
+    if (slice == 0 && thread == 0 && r.status != 0) set_status(p.status, r.slot, r.status);
     const int valid = r.valid_rows * plan.gqa_group.divisor, end = r.rows * plan.gqa_group.divisor;
     for (int first = 0; first < end; first = first < valid ? min(first + tile, valid) : end) {
       if (first < valid && units_in(p, plan, tiles_of(p, plan, r, first), true) > 0) continue;
@@ -227,7 +227,7 @@ __device__ void write_rows_without_kv(const AttentionCall& p, const DevicePlan& 
         write_row<T>(p, plan, r, n / count, first + n % count, PartialRow<D>());
     }
   }
-  if (p.cu_seqlens_q != nullptr) write_padding_rows<T, D, kWarps>(p, plan);
+  if (p.cu_seqlens_q != nullptr) write_padding_rows<T, D, kWarps>(p, plan, thread);
 }
 
 }  // namespace specdec::attention

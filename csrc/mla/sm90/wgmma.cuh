@@ -31,7 +31,8 @@ class WgmmaAttention {
   static constexpr int kWarpgroupThreads = 128, kConsumerThreads = 2 * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + LatentRing::kProducers * kWarp;
   static constexpr int kConsumerRegisters = 208, kProducerRegisters = 88;
-  static constexpr int kPanelBytes = kRows * 128;  // of queries and weights: 64 elements of each row
+  static constexpr int kPanelBytes = kRows * 128;                 // of queries and weights: 64 elements of each row
+  static constexpr int kChunk = 128, kChunks = kLatent / kChunk;  // columns of a merge unit, and units of a row
 
   struct Shared {
     LatentRing ring;
@@ -53,27 +54,44 @@ class WgmmaAttention {
   __device__ WgmmaAttention(Shared& shared, const MlaTreeAttentionParams& p, const DevicePlan& plan, int row_tile)
       : shared_(shared), p_(p), plan_(plan), row_tile_(row_tile) {}
 
-  // Run a warp of the first warpgroup, if kScores, or of the second, from start to end.
+  // Write what no segment covers, by all producer warps but the first, which meanwhile finds the first segment.
+  __device__ static void write_rows_without_kv(const MlaTreeAttentionParams& p, const DevicePlan& plan) {
+    constexpr int kFirst = kConsumerThreads + kWarp;
+    if (threadIdx.x < kFirst) return;
+    wait_for_kernels_before();
+    attention::write_rows_without_kv<T, kLatent, kThreads - kFirst>(p, plan, threadIdx.x - kFirst);
+    __syncwarp();
+  }
+
+  // Run a warp of the first warpgroup, if kScores, or of the second, until its share is done.
   template <bool kScores>
   __device__ __forceinline__ void consume() {
     wait_for_kernels_before();
-    attention::write_rows_without_kv<T, kLatent, kConsumerThreads>(p_, plan_);
+#pragma unroll 1
+    while (true) {
+      const Segment& s = wait_for_segment();
+      if (s.kv_head < 0 || s.merge) return;
+      const int turn = segment_.at;
+      segment_.advance();
+      if constexpr (kScores)
+        do_scores(s);
+      else
+        do_values(s);
+      if (s.splits > 1 && s.last) attention::publish_partial<kLatent>(p_, plan_, s, row_tile_, sync_consumers);
+      release_segment(turn);
+    }
+  }
+
+  // Merge this worker's parts of split items. Call from all warps that consume, afterwards.
+  __device__ __forceinline__ void merge_items() {
+#pragma unroll 1
     while (true) {
       const Segment& s = wait_for_segment();
       if (s.kv_head < 0) return;
       const int turn = segment_.at;
       segment_.advance();
-      if (s.merge) {
-        merge(s);
-      } else {
-        if constexpr (kScores)
-          do_scores(s);
-        else
-          do_values(s);
-        if (s.splits > 1 && s.last) attention::publish_partial<kLatent>(p_, plan_, s, row_tile_, sync_consumers);
-      }
-      __syncwarp();
-      if (threadIdx.x % kWarp == 0) shared_.control.segment_empty[turn].arrive();
+      merge(s);
+      release_segment(turn);
     }
   }
 
@@ -292,6 +310,10 @@ class WgmmaAttention {
     shared_.control.segment_full[segment_.at].wait(segment_.parity);
     return shared_.control.segments[segment_.at];
   }
+  __device__ __forceinline__ void release_segment(int turn) const {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) shared_.control.segment_empty[turn].arrive();
+  }
   __device__ __forceinline__ void wait_for(int part) const {
     shared_.control.full[stage_.at][part].wait(stage_.parity);
     fence_for_wgmma();  // some tokens may have come by cp.async
@@ -311,76 +333,174 @@ class WgmmaAttention {
   // Return the block's first row in a segment.
   __device__ __forceinline__ int first_row(const Segment& s) const { return s.first_row + row_tile_ * kRows; }
 
-  // Write this warpgroup's half of the rows straight from registers, 64 bytes of a row at a time. Four adjacent lanes
-  // hold eight columns of a row, and exchange them so that each lane has a piece of 16 bytes. `maxima` are only read by
-  // the first warpgroup.
+  // Write this warpgroup's half of the rows straight from registers, two columns at a time: the partial result of an
+  // item that is split, else out. `maxima` are only read by the first warpgroup.
   template <bool kScores>
   __device__ __forceinline__ void write(const Segment& s, const Output& outputs, const float (&maxima)[2],
                                         const float (&sums)[2]) const {
-    constexpr int kFirst = kScores ? 0 : kHalf;
     const int lane = threadIdx.x % kWarp, end = s.request.valid_rows * plan_.gqa_group.divisor;
+    const int first_column = (kScores ? 0 : kHalf) + lane % 4 * 2;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = warp_ * 16 + lane / 4 + 8 * h;
       const bool valid = first_row(s) + row < end;
-      const float sum = sums[h];
       if (s.splits == 1) {
         const QueryRow at = attention::query_row(plan_, s.kv_head, first_row(s) + row);
-        const float factor = sum == 0 ? 0 : p_.v_scale / sum;
+        const float factor = sums[h] == 0 ? 0 : p_.v_scale / sums[h];
         T* out = static_cast<T*>(p_.out) + s.request.out_start + at.row * p_.out_strides.row +
-                 at.head * p_.out_strides.head + kFirst + lane % 4 * 8;
+                 at.head * p_.out_strides.head + first_column;
 #pragma unroll
-        for (int d = 0; d < kHalf / 8; d += 4) {
-          uint32_t x[4];
-#pragma unroll
-          for (int k = 0; k < 4; ++k)
-            x[k] = attention::pack<T>(outputs[d + k][2 * h] * factor, outputs[d + k][2 * h + 1] * factor);
-          swap_across(lane & 1, 1, x[0], x[1]);
-          swap_across(lane & 1, 1, x[2], x[3]);
-          swap_across(lane & 2, 2, x[0], x[2]);
-          swap_across(lane & 2, 2, x[1], x[3]);
-          if (valid) *reinterpret_cast<uint4*>(out + 8 * d) = make_uint4(x[0], x[1], x[2], x[3]);
-        }
-        if constexpr (kScores)
-          if (valid && lane % 4 == 0) attention::store_lse(p_, s.request, at, maxima[h], sum);
+        for (int d = 0; d < kHalf / 8; ++d)
+          if (const uint32_t x = attention::pack<T>(outputs[d][2 * h] * factor, outputs[d][2 * h + 1] * factor); valid)
+            *reinterpret_cast<uint32_t*>(out + 8 * d) = x;
+        if (kScores && valid && lane % 4 == 0) attention::store_lse(p_, s.request, at, maxima[h], sums[h]);
       } else {
         float* partial = attention::partial_of(p_, plan_, s.partial, row_tile_, kLatent);
-        float* to = partial + row * kLatent + kFirst + lane % 2 * 8 + lane % 4 / 2 * 4;
+        float* to = partial + row * kLatent + first_column;
 #pragma unroll
-        for (int d = 0; d < kHalf / 8; d += 2) {
-          float a[2] = {outputs[d][2 * h], outputs[d][2 * h + 1]};
-          float b[2] = {outputs[d + 1][2 * h], outputs[d + 1][2 * h + 1]};
-#pragma unroll
-          for (int e = 0; e < 2; ++e) swap_across(lane & 1, 1, a[e], b[e]);
-          if (valid) *reinterpret_cast<float4*>(to + 8 * d) = make_float4(a[0], a[1], b[0], b[1]);
+        for (int d = 0; d < kHalf / 8; ++d)
+          if (valid) *reinterpret_cast<float2*>(to + 8 * d) = make_float2(outputs[d][2 * h], outputs[d][2 * h + 1]);
+        if (kScores && valid && lane % 4 == 0) {
+          partial[kRows * kLatent + row] = maxima[h];
+          partial[kRows * (kLatent + 1) + row] = sums[h];
         }
-        if constexpr (kScores)
-          if (valid && lane % 4 == 0) {
-            partial[kRows * kLatent + row] = maxima[h];
-            partial[kRows * (kLatent + 1) + row] = sum;
-          }
       }
     }
   }
 
-  // Swap `b` of the lower lane with `a` of the upper lane; the lanes differ by `step`.
-  template <class X>
-  __device__ static void swap_across(bool upper, int step, X& a, X& b) {
-    const X other = __shfl_xor_sync(kFullMask, upper ? a : b, step);
-    (upper ? a : b) = other;
-  }
+  // --- merge
 
-  // Merge this worker's rows of an item whose KV several workers have read.
-  __device__ __forceinline__ void merge(const Segment& s) const {
+  // Merge this worker's part of an item whose KV several workers have read. A unit is 128 columns of a row; workers
+  // have even shares of them. The factors of the partial results of a row come first, so that the loads of all units
+  // are independent. With fixed_split, sums are in KV order: empty partial results then change no bits.
+  __device__ __forceinline__ void merge(const Segment& s) {
     PartialsCounter counter(p_, plan_, s, row_tile_, kLatent);
     const bool waits = s.workers > 1 && threadIdx.x == 0;
     if (waits) counter.wait();
     sync_consumers();
-    const int count = min(kRows, s.request.valid_rows * plan_.gqa_group.divisor - first_row(s));
-    const int first = s.rank + static_cast<int>(threadIdx.x) / kWarp * s.workers;
-    attention::merge_rows<T, kLatent, 1, 4>(p_, plan_, s, row_tile_, first, kConsumerThreads / kWarp * s.workers,
-                                            count);
+    const int rows = max(min(kRows, s.request.valid_rows * plan_.gqa_group.divisor - first_row(s)), 0);
+    const int begin = rows * kChunks * s.rank / s.workers, end = rows * kChunks * (s.rank + 1) / s.workers;
+    const int capacity = static_cast<int>(sizeof(shared_.q) / sizeof(float2)) / s.splits;  // rows with factors
+#pragma unroll 1
+    for (int first = begin / kChunks; first * kChunks < end; first += capacity) {
+      const int last = min(first + capacity, (end + kChunks - 1) / kChunks);
+      find_factors(s, first, last, begin);
+      sync_consumers();
+      const int some_begin = max(begin, first * kChunks), some_end = min(end, last * kChunks);
+      if (s.splits <= 2)
+        add_partials<2, 8>(s, first, some_begin, some_end);
+      else if (s.splits <= 4)
+        add_partials<4, 2>(s, first, some_begin, some_end);
+      else
+        add_partials<8, 1>(s, first, some_begin, some_end);
+      sync_consumers();
+    }
     if (waits) counter.depart();
+  }
+
+  // Return partial result j of an item.
+  __device__ __forceinline__ const float* partial(const Segment& s, int j) const {
+    const int number = s.first_partial + (p_.fixed_split || j == 0 ? j : 2 * j - 1);
+    return attention::partial_of(p_, plan_, number, row_tile_, kLatent);
+  }
+
+  // Put the factors of partial results of rows [first, last) into factor_of(), and write lse of those whose first unit
+  // is at least `begin`. One warp per row.
+  __device__ __forceinline__ void find_factors(const Segment& s, int first, int last, int begin) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll 1
+    for (int row = first + static_cast<int>(threadIdx.x) / kWarp; row < last; row += kConsumerThreads / kWarp) {
+      float2* const factors = merge_factors() + (row - first) * s.splits;
+      float row_max = -INFINITY;
+#pragma unroll 1
+      for (int j = lane; j < s.splits; j += kWarp) {
+        const float* from = partial(s, j) + kRows * kLatent + row;
+        const float2 x = make_float2(__ldcg(from), __ldcg(from + kRows));
+        factors[j] = x;
+        row_max = fmaxf(row_max, x.x);
+      }
+#pragma unroll
+      for (int step = kWarp / 2; step > 0; step /= 2)
+        row_max = fmaxf(row_max, __shfl_xor_sync(kFullMask, row_max, step));
+      const float origin = row_max == -INFINITY ? 0 : row_max;
+      float sum = 0;
+#pragma unroll 1
+      for (int j = lane; j < s.splits; j += kWarp) {
+        factors[j].x = attention::exp2_fast(factors[j].x - origin);
+        sum += factors[j].x * factors[j].y;
+      }
+      __syncwarp();
+      if (p_.fixed_split) {
+        sum = 0;
+#pragma unroll 1
+        for (int j = 0; j < s.splits; ++j) sum += factors[j].x * factors[j].y;
+        __syncwarp();
+      } else {
+#pragma unroll
+        for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(kFullMask, sum, step);
+      }
+      const float factor = sum == 0 ? 0 : p_.v_scale / sum;
+#pragma unroll 1
+      for (int j = lane; j < s.splits; j += kWarp) factors[j].x *= factor;
+      if (lane == 0 && row * kChunks >= begin)
+        attention::store_lse(p_, s.request, attention::query_row(plan_, s.kv_head, first_row(s) + row), row_max, sum);
+    }
+  }
+  // (factor, sum of weights) per row and partial result, where q was.
+  __device__ __forceinline__ float2* merge_factors() const { return reinterpret_cast<float2*>(shared_.q); }
+
+  // Write units [begin, end), the factors of whose rows begin with row `first_factors`. If they are few, several warps
+  // share one and add their sums in order.
+  template <int kParts, int kUnits>
+  __device__ __forceinline__ void add_partials(const Segment& s, int first_factors, int begin, int end) {
+    constexpr int kWarps = kConsumerThreads / kWarp;
+    const int lane = threadIdx.x % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp, count = end - begin;
+    const int sharing = p_.fixed_split || count > kWarps / 2 ? 1 : count > 2 ? 2 : count > 1 ? 4 : kWarps;
+    const int step = kWarps / sharing, member = warp % sharing;
+#pragma unroll 1
+    for (int unit = begin + warp / sharing; unit - warp / sharing < end; unit += kUnits * step) {
+      float4 sums[kUnits]{};
+#pragma unroll 1
+      for (int j = member; j < s.splits; j += kParts * sharing) {
+        float4 x[kParts][kUnits];
+#pragma unroll
+        for (int k = 0; k < kParts; ++k) {
+          const float* from = partial(s, j + k * sharing) + 4 * lane;
+#pragma unroll
+          for (int i = 0; i < kUnits; ++i)
+            if (j + k * sharing < s.splits && unit + i * step < end)
+              x[k][i] = __ldcg(reinterpret_cast<const float4*>(from + (unit + i * step) * kChunk));
+        }
+#pragma unroll
+        for (int k = 0; k < kParts; ++k)
+#pragma unroll
+          for (int i = 0; i < kUnits; ++i)
+            if (j + k * sharing < s.splits && unit + i * step < end) {
+              const int row = (unit + i * step) / kChunks - first_factors;
+              const float factor = merge_factors()[row * s.splits + j + k * sharing].x;
+              sums[i].x += factor * x[k][i].x, sums[i].y += factor * x[k][i].y;
+              sums[i].z += factor * x[k][i].z, sums[i].w += factor * x[k][i].w;
+            }
+      }
+      if (sharing > 1) {  // then each warp has at most one unit
+        float4* const all = reinterpret_cast<float4*>(shared_.weights);
+        all[threadIdx.x] = sums[0];
+        sync_consumers();
+        if (member == 0)
+#pragma unroll 1
+          for (int other = 1; other < sharing; ++other) {
+            const float4 x = all[threadIdx.x + other * kWarp];
+            sums[0].x += x.x, sums[0].y += x.y, sums[0].z += x.z, sums[0].w += x.w;
+          }
+      }
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        const int mine = unit + i * step;
+        if (mine >= end || member != 0) continue;
+        const QueryRow at = attention::query_row(plan_, s.kv_head, first_row(s) + mine / kChunks);
+        attention::store_out<T>(p_, s.request, at, mine % kChunks * kChunk + 4 * lane, sums[i]);
+      }
+    }
   }
 
   Shared& shared_;
@@ -415,8 +535,10 @@ __global__ void __launch_bounds__(Attention::kThreads, 1)
       attention.template consume<true>();
     else
       attention.template consume<false>();
+    attention.merge_items();
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Attention::kProducerRegisters>();
+    Attention::write_rows_without_kv(p, plan);
     shared.ring.produce(shared.control, p, plan, worker, maps);
   }
 #endif
