@@ -199,7 +199,7 @@ __device__ __forceinline__ void merge_item(const AttentionCall& p, const DeviceP
 
 // Write zeros to the rows after the last packed request, distributed over all blocks of the call.
 template <class T, int D, int kWarps>
-__device__ void write_padding_rows(const AttentionCall& p, const DevicePlan& plan, unsigned thread) {
+__device__ void write_padding_rows(const AttentionCall& p, const DevicePlan& plan, unsigned thread = threadIdx.x) {
   const Request r = load_request(p, p.batch);
   const int count = r.rows * plan.gqa_group.divisor;
   const unsigned blocks = gridDim.x * gridDim.y * gridDim.z;
