@@ -38,6 +38,7 @@ KINDS = {
     "silu_and_mul": ("silu_and_mul",),
     "tree_recurrence": ("recurrence",),
     "tree_conv1d": ("conv1d",),
+    "compute_gates": ("compute_gates",),
     "gated_rms_norm": ("gated_rms_norm",),
     "elementwise": ("elementwise", "index", "embedding", "cat", "copy", "Memcpy", "Memset", "reduce"),
 }

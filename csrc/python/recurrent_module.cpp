@@ -1,6 +1,7 @@
 // Binds the ops of csrc/recurrent. `specdec_kernels.ops` documents the arguments.
 #include "python/fast_op.h"
 #include "python/module.h"
+#include "recurrent/compute_gates.h"
 #include "recurrent/set_pending_paths.h"
 #include "recurrent/tree_conv1d.h"
 #include "recurrent/tree_recurrence.h"
@@ -11,6 +12,8 @@ void add_recurrent(py::module_& m) {
   using namespace recurrent;
   def_op<&set_pending_paths>(m, "set_pending_paths", "stream nodes num_nodes parity path num_valid slots status",
                              "make accepted paths pending, to be folded into recurrent state by the next pass");
+  def_op<&compute_gates>(m, "compute_gates", "stream a b decay dt_bias dt_min dt_max g beta",
+                         "compute the decays and betas of a recurrence");
   def_op<&tree_recurrence>(m, "tree_recurrence",
                            "stream q k v g beta state records_k records_u records_g nodes num_nodes parity prefix_lens "
                            "cu_seqlens mask slots scale l2norm_eps out status",

@@ -612,6 +612,17 @@ def set_pending_paths(
     slots: Tensor | None,
     status: Tensor | None,
 ) -> None: ...
+def compute_gates(
+    stream: int | None,
+    a: Tensor,
+    b: Tensor | None,
+    decay: Tensor,
+    dt_bias: Tensor,
+    dt_min: float | None,
+    dt_max: float | None,
+    g: Tensor,
+    beta: Tensor,
+) -> None: ...
 def tree_recurrence(
     stream: int | None,
     q: Tensor,

@@ -202,6 +202,11 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
         "write_kv": lambda: [((*new_kv, pools[0][0], pools[1][0], table, lens), {"num_valid": lens - 2, **both})],
         "move_kv": lambda: [((*pools, table, accepted.path, accepted.num_valid, lens), both)],
         "set_pending_paths": lambda: [((paths, accepted.path, accepted.num_valid), both)],
+        "compute_gates": lambda: [
+            ((floats(8, 4), floats(8, 4), -floats(4).abs(), floats(4)), {}),
+            ((floats(8, 4, 8), floats(8, 4), -floats(4).abs(), floats(4, 8)), {}),
+            ((floats(8, 4), None, -floats(4).abs(), floats(4)), {"dt_min": 0.1, "dt_max": 0.9}),
+        ],
         "tree_recurrence": lambda: [
             (recurrence((4,), floats(8, 4).sigmoid()), {"mask": rows_mask, "scale": 0.4, "l2norm_eps": 1e-6, **both}),
             (recurrence((4, 8), floats(8, 4).sigmoid()), {"mask": rows_mask, "l2norm_eps": 1e-6}),

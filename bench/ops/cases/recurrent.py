@@ -218,6 +218,27 @@ def commit_conv1d(device: torch.device, p: Params) -> Work:
     )
 
 
+def compute_gates(device: torch.device, p: Params) -> Work:
+    shape, dtype, rows = SHAPES[p["recurrence"]], getattr(torch, p["dtype"]), p["rows"]
+    sizes = (shape.value_heads, shape.key_dim) if p["recurrence"] == "kda" else (shape.value_heads,)
+    a, b = (torch.randn(rows, *size, device=device).to(dtype) for size in (sizes, sizes[:1]))
+    logits = None if p["recurrence"] == "mamba2" else b
+    decay = -torch.rand(shape.value_heads, device=device)
+    dt_bias = torch.randn(*sizes, device=device).to(dtype)
+    out = tuple(poisoned(*x.shape, dtype=torch.float32, device=device) for x in (a, b))
+    want = reference.compute_gates(*(None if x is None else x.cpu() for x in (a, logits, decay, dt_bias)))
+
+    def check() -> None:
+        for name, got, expected in zip(("g", "beta"), out, want, strict=True):
+            expect_near(name, got, expected, ERRORS["float32"])
+
+    return Work(
+        call=lambda: sd.compute_gates(a, logits, decay, dt_bias, out=out),
+        check=check,
+        bytes_moved=bytes_of(a, decay, dt_bias, *out) + (0 if logits is None else logits.nbytes),
+    )
+
+
 def set_pending_paths(device: torch.device, p: Params) -> Work:
     batch, width = p["batch"], p["nodes"]
     paths = sd.PendingPaths(
@@ -250,6 +271,12 @@ CPU_GRID = GRID | {"batch": (1, 4), "nodes": (1, 16), "dtype": ("float32", "bflo
 TREES = {"mode": ("tree",)}
 CASES = [
     Case("set_pending_paths", grid={"batch": BATCHES, "nodes": (8,)}, make=set_pending_paths),
+    Case(
+        "compute_gates",
+        grid={"recurrence": GRID["recurrence"], "rows": (1, 16, 512, 4096), "dtype": ("bfloat16",)},
+        base={"recurrence": "gated-delta", "rows": 16, "dtype": "bfloat16"},
+        make=compute_gates,
+    ),
     Case("tree_recurrence", grid=GRID, cpu_grid=CPU_GRID, base=BASE, make=tree_recurrence),
     Case("commit_recurrence", grid=GRID | TREES, cpu_grid=CPU_GRID | TREES, base=BASE, make=commit_recurrence),
     Case("tree_conv1d", grid=GRID, cpu_grid=CPU_GRID, base=BASE, make=tree_conv1d),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .. import _C
-from ._alloc import empty_like, shape_of, wrong_type
+from ._alloc import empty, empty_like, shape_of, wrong_type
 from ._tensor import Tensor
 from .structs import PendingPaths
 
@@ -61,6 +61,52 @@ def set_pending_paths(
     """
     _check_structs("set_pending_paths", paths)
     _C.set_pending_paths(stream, *paths, path, num_valid, slots, status)
+
+
+def compute_gates(
+    a: Tensor,
+    b: Tensor | None,
+    decay: Tensor,
+    dt_bias: Tensor,
+    *,
+    dt_min: float | None = None,
+    dt_max: float | None = None,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
+    stream: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the log decays and betas of `tree_recurrence` from what a layer projects, in float32.
+
+    The time step is dt = softplus(a + dt_bias), within dt_min and dt_max. Then g = decay dt, and beta = sigmoid(b), as
+    in gated delta nets and KDA. Without b, beta is dt, as in Mamba 2.
+
+    On a GPU the op reads decay and dt_bias before the previous kernel on the stream has finished: that kernel must not
+    write them.
+
+    Args:
+        a: [M, Hv] float32, float16 or bfloat16, or [M, Hv, dk], one for each channel (KDA); only the last dimension
+            must be contiguous.
+        b: [M, Hv] of a's dtype, logits of beta; only the last dimension must be contiguous. None: beta is dt.
+        decay: [Hv] float32, -exp(A_log).
+        dt_bias: [Hv], or [Hv, dk], float32 or of a's dtype.
+        dt_min: least time step. None: 0.
+        dt_max: largest time step. None: no limit.
+        out: preallocated results, None for each one to allocate.
+        stream: CUDA stream; None: the current one.
+
+    Returns:
+        g of a's shape and beta [M, Hv], both float32.
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; b is None for a with channels; dt_min below 0 or above dt_max.
+    """
+    g, beta = out
+    op = "compute_gates"
+    if g is None or beta is None:
+        shape = shape_of(op, "a", a, 3 if len(getattr(a, "shape", ())) == 3 else 2)
+        g = empty(op, a, shape, "float32") if g is None else g
+        beta = empty(op, a, shape[:2], "float32") if beta is None else beta
+    _C.compute_gates(stream, a, b, decay, dt_bias, dt_min, dt_max, g, beta)
+    return g, beta
 
 
 def tree_recurrence(

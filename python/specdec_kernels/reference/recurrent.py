@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import silu, softplus
 
 from ..ops import PendingPaths, RecurrentRecords
 from ..status import Status
@@ -40,6 +40,21 @@ def set_pending_paths(
         paths.nodes[slot, :count] = path[b, :count]
         paths.num_nodes[slot] = count
         paths.parity[slot] = 1 - paths.parity[slot]
+
+
+def compute_gates(
+    a: Tensor,
+    b: Tensor | None,
+    decay: Tensor,
+    dt_bias: Tensor,
+    *,
+    dt_min: float | None = None,
+    dt_max: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return g and beta in float64."""
+    dt = softplus(a.double() + dt_bias.double()).clamp(0 if dt_min is None else dt_min, dt_max)
+    g = decay.double().view(-1, *[1] * (a.ndim - 2)) * dt
+    return g, dt if b is None else b.double().sigmoid()
 
 
 def step(

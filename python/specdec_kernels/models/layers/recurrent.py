@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...ops import gated_rms_norm, tree_conv1d, tree_recurrence
+from ...ops import compute_gates, gated_rms_norm, tree_conv1d, tree_recurrence
 from ..state_cache import ConvSpec, LayerState, RecurrenceSpec, StateSpec
 from .linear import Linear, Projection, fused, linear_of
 from .paged_batch import PagedBatch, Sequences
@@ -184,13 +184,12 @@ class GatedDeltaNet(RecurrentMixer):
         keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
         mixed, gate = torch.split(self.in_proj(x), [2 * keys + values, values], dim=-1)
         q, k, v = torch.split(self.conv(mixed, self.cache, rows), [keys, keys, values], dim=-1)
-        beta, decay = self.gates_proj(x).float().chunk(2, dim=-1)
+        beta_logits, steps = self.gates_proj(x).chunk(2, dim=-1)
         out = recurrence(
             heads_of(q, sizes.key_heads),
             heads_of(k, sizes.key_heads),
             heads_of(v, sizes.value_heads),
-            self.decay * functional.softplus(decay + self.dt_bias),
-            beta.sigmoid(),
+            *compute_gates(steps, beta_logits, self.decay, self.dt_bias),
             self.cache,
             rows,
             scale=sizes.key_dim**-0.5,
@@ -207,8 +206,8 @@ class KimiDeltaAttention(RecurrentMixer):
     gates_proj: Linear  # [2 * dim + heads, H]: what decays and gates are made of, logits of beta
     decays_proj: Linear  # [heads * dim, dim]
     gate_proj: Linear  # [heads * dim, dim]
-    decay: Tensor  # [heads, 1] float32, -exp(A_log)
-    dt_bias: Tensor  # [heads * dim]
+    decay: Tensor  # [heads] float32, -exp(A_log)
+    dt_bias: Tensor  # [heads, dim]
     norm: GatedRMSNorm  # of each head
     sizes: RecurrenceSpec
 
@@ -225,8 +224,8 @@ class KimiDeltaAttention(RecurrentMixer):
             gates_proj=fused(forget.f_a_proj, module.g_a_proj, module.b_proj),
             decays_proj=linear_of(forget.f_b_proj),
             gate_proj=linear_of(module.g_b_proj),
-            decay=-forget.A_log.detach().float().exp().view(heads, 1),
-            dt_bias=forget.dt_bias.detach(),
+            decay=-forget.A_log.detach().float().exp().view(heads),
+            dt_bias=forget.dt_bias.detach().view(heads, dim),
             norm=GatedRMSNorm(module.o_norm.weight.detach(), module.o_norm.variance_epsilon, activation="sigmoid"),
             sizes=RecurrenceSpec(heads, heads, dim, dim, decays_by_channel=True),
         )
@@ -238,14 +237,13 @@ class KimiDeltaAttention(RecurrentMixer):
     def mix(self, x: Tensor, rows: Sequences) -> Tensor:
         heads, dim = self.sizes.value_heads, self.sizes.value_dim
         q, k, v = self.conv(self.in_proj(x), self.cache, rows).chunk(3, dim=-1)
-        decays, gate, beta = torch.split(self.gates_proj(x), [dim, dim, heads], dim=-1)
-        steps = functional.softplus(self.decays_proj(decays.contiguous()).float() + self.dt_bias)
+        decays, gate, beta_logits = torch.split(self.gates_proj(x), [dim, dim, heads], dim=-1)
+        steps = heads_of(self.decays_proj(decays.contiguous()), heads)
         out = recurrence(
             heads_of(q, heads),
             heads_of(k, heads),
             heads_of(v, heads),
-            self.decay * heads_of(steps, heads),
-            beta.float().sigmoid(),
+            *compute_gates(steps, beta_logits, self.decay, self.dt_bias),
             self.cache,
             rows,
             scale=dim**-0.5,
