@@ -16,7 +16,7 @@ void add_recurrent(py::module_& m) {
                          "compute the decays and betas of a recurrence");
   def_op<&tree_recurrence>(m, "tree_recurrence",
                            "stream q k v g beta state records_k records_u records_g nodes num_nodes parity prefix_lens "
-                           "cu_seqlens mask slots scale l2norm_eps out status",
+                           "cu_seqlens mask slots scale l2norm_eps delta_rule out status",
                            "run a linear recurrence over all paths of a tree, from one committed state");
   def_op<&commit_recurrence>(m, "commit_recurrence",
                              "stream state records_k records_u records_g nodes num_nodes parity slots status",

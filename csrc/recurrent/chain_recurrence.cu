@@ -150,7 +150,8 @@ struct Preparer {
       if (thread < kRows) {
         const int64_t from = thread < count ? row + thread : row;
         copy_async_or_zeros(&to.g[thread], p.g + from * p.g_strides.row + block.h * p.g_strides.head, thread < count);
-        if (kDelta) copy_async_or_zeros(&to.beta[thread], p.beta + from * p.beta_stride + block.h, thread < count);
+        if (p.beta != nullptr)
+          copy_async_or_zeros(&to.beta[thread], p.beta + from * p.beta_stride + block.h, thread < count);
       }
     }
     commit_copies();
@@ -213,9 +214,7 @@ struct Preparer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = first + group + 8 * half, j = 8 * tile + two;
-        const float factor = of_queries          ? shared.q_factor[i]
-                             : p.beta != nullptr ? rows.beta[i] * shared.k_factor[i]
-                                                 : 0;
+        const float factor = of_queries ? shared.q_factor[i] : kDelta ? rows.beta[i] * shared.k_factor[i] : 0;
         float pair[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -240,7 +239,7 @@ struct Preparer {
   // Compute the factors of rows; one warp.
   __device__ void weigh_rows(const Rows<kDim>& rows, Prepared& to) const {
     const int i = lane_id();
-    const float g = shared.g[i], last = shared.g[kRows - 1], beta = kDelta ? rows.beta[i] : 1;
+    const float g = shared.g[i], last = shared.g[kRows - 1], beta = p.beta != nullptr ? rows.beta[i] : 1;
     to.of_k[i] = beta * expf(g) * shared.k_factor[i];
     to.of_q[i] = expf(g) * shared.q_factor[i];
     to.of_v[i] = beta;
@@ -435,8 +434,8 @@ struct State {
             of_k[n + m][2 * e] = of_v.x * low - factor.x * of_k[n + m][2 * e];
             of_k[n + m][2 * e + 1] = of_v.y * high - factor.y * of_k[n + m][2 * e + 1];
           } else {
-            u[n + m][2 * e] = low;
-            u[n + m][2 * e + 1] = high;
+            u[n + m][2 * e] = of_v.x * low;
+            u[n + m][2 * e + 1] = of_v.y * high;
           }
         }
       }
@@ -601,7 +600,7 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
 template <int kDim>
 void launch_chain(const TreeRecurrenceParams& p, Stream stream) {
   const char* op = "tree_recurrence";
-  const auto kernel = p.beta != nullptr ? chain_recurrence_kernel<kDim, true> : chain_recurrence_kernel<kDim, false>;
+  const auto kernel = p.delta_rule ? chain_recurrence_kernel<kDim, true> : chain_recurrence_kernel<kDim, false>;
   const size_t bytes = sizeof(Shared<kDim>);
   SD_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   const auto slices = static_cast<unsigned>((p.layer.value_dim + kValues - 1) / kValues);

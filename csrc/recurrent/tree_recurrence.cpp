@@ -52,8 +52,8 @@ void tree_recurrence(CallStream stream, const TensorView& q, const TensorView& k
                      const TensorView& records_u, const TensorView& records_g, const TensorView& path_nodes,
                      const TensorView& num_nodes, const TensorView& parity, const TensorView& prefix_lens,
                      const TensorView& cu_seqlens, const OptTensor& mask, const OptTensor& slots,
-                     std::optional<double> scale, std::optional<double> l2norm_eps, const TensorView& out,
-                     const OptTensor& status) {
+                     std::optional<double> scale, std::optional<double> l2norm_eps, bool delta_rule,
+                     const TensorView& out, const OptTensor& status) {
   Check check("tree_recurrence");
   Dim M{"rows"}, B{"batch"}, W{"mask_words"};
   LayerDims n;
@@ -91,6 +91,7 @@ void tree_recurrence(CallStream stream, const TensorView& q, const TensorView& k
       .g_strides = head_strides(g),
       .beta = data_or_null<const float>(beta),
       .beta_stride = beta ? beta->stride(0) : 0,
+      .delta_rule = delta_rule && beta,
       .scale = factor,
       .normalizes = l2norm_eps.has_value(),
       .l2norm_eps = eps,

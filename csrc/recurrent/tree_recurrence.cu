@@ -302,11 +302,12 @@ __device__ void load_rows(const TreeRecurrenceParams& p, const Request& request,
         }
       }
       both = warp_sum(both);
-      rows.u[i * kValues + lane] = v[a];
+      const float beta = p.beta != nullptr ? p.beta[row * p.beta_stride + slice.h] : 1;
+      rows.u[i * kValues + lane] = p.delta_rule ? v[a] : beta * v[a];
       if (lane != 0) continue;
       rows.pairs[i * rows.padded + i] = both;
       rows.seen[i] = p.rows.mask != nullptr ? mask_word(p.rows, request, i) : low_bits(i + 1);
-      rows.beta[i] = p.beta != nullptr ? p.beta[row * p.beta_stride + slice.h] : 1;
+      rows.beta[i] = beta;
       if (!kByChannel) rows.g[rows.capacity + i] = p.g[row * p.g_strides.row + slice.h * p.g_strides.head];
     }
   }
@@ -409,7 +410,7 @@ __device__ __forceinline__ float sum_in_group(const float (&x)[kCount]) {
 // Compute e^G S0 q of every node, and beta (v - e^G S0 k) with kDelta.
 template <int kChunks, bool kByChannel, bool kDelta>
 __device__ void multiply_state(const StateTile<kChunks>& state, SharedRows<kChunks, kByChannel>& rows,
-                               const Slice& slice, int count, bool has_beta) {
+                               const Slice& slice, int count, bool delta_rule) {
   const int lane = threadIdx.x % kGroup;
 #pragma unroll 2
   for (int i = 0; i < count; ++i) {
@@ -437,7 +438,7 @@ __device__ void multiply_state(const StateTile<kChunks>& state, SharedRows<kChun
     if (lane % (kDelta ? 2 : 4) != 0) continue;
     if (is_query)
       rows.out[at] = sum;
-    else if (has_beta)
+    else if (delta_rule)
       rows.u[at] = rows.beta[i] * (rows.u[at] - sum);
   }
 }
@@ -609,9 +610,9 @@ __global__ void __launch_bounds__(kThreads, kChunks == 4 ? 2 : 3)
     if (first == 0) list_pairs(rows, count);
     __syncthreads();  // sums and list are complete
     multiply_pairs(rows, is_tree ? *rows.num_listed : count * (count - 1) / 2);
-    multiply_state<kChunks, kByChannel, kDelta>(state, rows, slice, count, p.beta != nullptr);
+    multiply_state<kChunks, kByChannel, kDelta>(state, rows, slice, count, p.delta_rule);
     __syncthreads();  // all products are complete
-    if (p.beta != nullptr) solve(rows, count);
+    if (p.delta_rule) solve(rows, count);
     write_rows<T>(p, request, slice, rows, first, count);
     if (is_tree) return;
     state.template fold<kByChannel>(count, ChunkNodes<kChunks, kByChannel>{rows, slice});
@@ -682,7 +683,7 @@ void tree_recurrence_cuda(const TreeRecurrenceParams& p, Stream stream) {
   with_float_type(p.dtype, [&]<class T>() {
     with_chunks(p.layer.key_dim, [&]<int kChunks>() {
       if (p.layer.by_channel) return launch_recurrence<T, kChunks, true, true>(p, slices, stream);
-      if (p.beta != nullptr) return launch_recurrence<T, kChunks, false, true>(p, slices, stream);
+      if (p.delta_rule) return launch_recurrence<T, kChunks, false, true>(p, slices, stream);
       launch_recurrence<T, kChunks, false, false>(p, slices, stream);
     });
   });

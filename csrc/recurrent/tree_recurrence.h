@@ -3,7 +3,9 @@
 //
 // In a head with state S [value_dim, key_dim] and parent p(i) of node i:
 //
-//   S_i = e^{g_i} S_p(i) + u_i k_i^T     u_i = beta_i (v_i - e^{g_i} S_p(i) k_i), or v_i without beta     o_i = S_i q_i
+//   S_i = e^{g_i} S_p(i) + u_i k_i^T     u_i = beta_i (v_i - e^{g_i} S_p(i) k_i)     o_i = S_i q_i
+//
+// Without the delta rule u_i is beta_i v_i, and without beta v_i.
 //
 // With G_i the sum of g along the path to i, i included, everything follows from the committed state S0:
 //
@@ -55,8 +57,9 @@ struct TreeRecurrenceParams {
   HeadStrides q_strides, k_strides, v_strides, out_strides;
   const float* g;  // [rows, value_heads], or [rows, value_heads, key_dim] by channel
   HeadStrides g_strides;
-  const float* beta;  // [rows, value_heads], or null: no delta rule
+  const float* beta;  // [rows, value_heads], or null
   int64_t beta_stride;
+  bool delta_rule;  // false if beta is null
   float scale;      // of q
   bool normalizes;  // q and k are divided by sqrt(their sum of squares + l2norm_eps)
   float l2norm_eps;
@@ -75,8 +78,8 @@ void tree_recurrence(CallStream stream, const TensorView& q, const TensorView& k
                      const TensorView& records_u, const TensorView& records_g, const TensorView& path_nodes,
                      const TensorView& num_nodes, const TensorView& parity, const TensorView& prefix_lens,
                      const TensorView& cu_seqlens, const OptTensor& mask, const OptTensor& slots,
-                     std::optional<double> scale, std::optional<double> l2norm_eps, const TensorView& out,
-                     const OptTensor& status);
+                     std::optional<double> scale, std::optional<double> l2norm_eps, bool delta_rule,
+                     const TensorView& out, const OptTensor& status);
 
 void commit_recurrence(CallStream stream, const TensorView& state, const TensorView& records_k,
                        const TensorView& records_u, const TensorView& records_g, const TensorView& path_nodes,

@@ -164,12 +164,14 @@ void compute_rows(Head& head, const TreeRecurrenceParams& p, const Request& requ
     const int64_t row = request.first + first + i, width = layer.value_dim;
     const float *q = head.q.data() + i * head.key_stride, *k = head.k.data() + i * head.key_stride;
     float *u = head.u.data() + i * width, *values = head.values.data() + i * width;
-    if (p.beta) {
+    if (p.delta_rule) {
       add_state_product(head, layer, k, i, -1, u);
       for (uint64_t left = head.seen[i] & low_bits(i); left != 0; left &= left - 1) {
         const int64_t j = std::countr_zero(left);
         add_scaled(u, head.u.data() + j * width, -pair_product(head, layer, k, i, j), width);
       }
+    }
+    if (p.beta) {
       const float beta = p.beta[row * p.beta_stride + h];
       for (int64_t v = 0; v < width; ++v) u[v] *= beta;
     }

@@ -643,6 +643,7 @@ def tree_recurrence(
     slots: Tensor | None,
     scale: float | None,
     l2norm_eps: float | None,
+    delta_rule: bool,
     out: Tensor,
     status: Tensor | None,
 ) -> None: ...

@@ -186,6 +186,36 @@ def test_tree_recurrence_of_a_chain_normalizes_and_scales(device: torch.device, 
     assert_near(model.state[0], state)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("gated delta", (1, 2, 40, 20)), ("gated delta", (2, 4, 128, 64)), ("KDA", (1, 1, 24, 8))]
+)
+def test_tree_recurrence_without_the_delta_rule_weighs_values(
+    device: torch.device, kind: str, sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    """A tree, whose longest path becomes pending, then a chain."""
+    layer = Layer(kind, *sizes)
+    model = Model(device, layer, num_slots=1, max_nodes=12, delta_rule=False)
+    state = model.state[0].cpu().clone()
+    (parents, mask), tree, chain = random_tree(12), layer.rows(12, dtype), layer.rows(37, dtype)
+    out = model.run(tree, offsets(12), None, mask)
+    for i in range(12):
+        assert_near(out[i], along_path(weighed(tree), path_to(parents, i), state)[0], dtype)
+    path = max((path_to(parents, i) for i in range(12)), key=len)
+    _, state = along_path(weighed(tree), path, state)
+    model.accept([path], None)
+    out = model.run(chain, offsets(37), None)
+    want, state = along_path(weighed(chain), list(range(37)), state)
+    assert_near(out[36], want, dtype)
+    assert_near(model.state[0], state)
+
+
+def weighed(rows: Rows) -> Rows:
+    """Return the rows whose values are multiplied with beta, without beta."""
+    assert rows.beta is not None
+    return rows._replace(v=rows.beta.double()[..., None] * rows.v.double(), beta=None)
+
+
 def normalized(rows: Rows, scale: float) -> Rows:
     """Return the rows with normalized q and k in float64, and q scaled."""
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (rows.q.double(), rows.k.double()))

@@ -211,6 +211,7 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
             (recurrence((4,), floats(8, 4).sigmoid()), {"mask": rows_mask, "scale": 0.4, "l2norm_eps": 1e-6, **both}),
             (recurrence((4, 8), floats(8, 4).sigmoid()), {"mask": rows_mask, "l2norm_eps": 1e-6}),
             (recurrence((4,), None), {"slots": slots}),
+            (recurrence((4,), floats(8, 4).sigmoid()), {"mask": rows_mask, "delta_rule": False}),
         ],
         "commit_recurrence": lambda: [((*recurrent(4), paths), {}), ((*recurrent(4, 8), paths), both)],
         "tree_conv1d": lambda: [

@@ -103,10 +103,10 @@ def tree_recurrence(device: torch.device, p: Params) -> Work:
     )
     v = torch.randn(rows, shape.value_heads, shape.value_dim, device=device).to(dtype)
     g = -torch.rand(rows, *records.g.shape[3:], device=device)
-    beta = None if p["recurrence"] == "mamba2" else torch.rand(rows, shape.value_heads, device=device)
+    beta = torch.rand(rows, shape.value_heads, device=device)
     out = poisoned(*v.shape, dtype=dtype, device=device)
-    options: dict[str, Any] = {"scale": shape.key_dim**-0.5}
-    if p["recurrence"] != "mamba2":
+    options: dict[str, Any] = {"scale": shape.key_dim**-0.5, "delta_rule": p["recurrence"] != "mamba2"}
+    if options["delta_rule"]:
         options["l2norm_eps"] = 1e-6
     checked = min(p["batch"], CHECKED_REQUESTS)
     before, records_before = (
@@ -117,7 +117,7 @@ def tree_recurrence(device: torch.device, p: Params) -> Work:
     def check_out(got: Tensor, with_state: bool = False) -> None:
         want_state, own = before.double(), requests.first(checked)
         count = int(own["cu_seqlens"][-1])
-        parts = [None if x is None else x[:count].cpu() for x in (q, k, v, g, beta)]
+        parts = [x[:count].cpu() for x in (q, k, v, g, beta)]
         want_records = sd.RecurrentRecords(*(x.double() for x in records_before))
         want = reference.tree_recurrence(*parts, want_state, want_records, **own, **options)
         expect_near("out", got[:count], want, ERRORS[p["dtype"]])
@@ -127,13 +127,13 @@ def tree_recurrence(device: torch.device, p: Params) -> Work:
         if requests.mask is not None:
             expect_near("records.u", records.u[1, :checked], want_records.u[1], 1e-5)
 
-    moved = 2 * state.nbytes + bytes_of(q, k, v, g, out) + (0 if beta is None else beta.nbytes)
+    moved = 2 * state.nbytes + bytes_of(q, k, v, g, beta, out)
     if requests.mask is not None:
         accepted = min(ACCEPTED, p["nodes"])
         moved += requests.mask.nbytes + record_bytes(records, accepted) + record_bytes(records, p["nodes"])
     paths, lens, ends, mask = requests
     packages: Sequence[Baseline] = ()
-    if beta is not None and (mask is None or p["nodes"] == 1):
+    if options["delta_rule"] and (mask is None or p["nodes"] == 1):
         committed = state.clone()
         sd.commit_recurrence(committed, records, paths)
         rows_of_requests = [x.unflatten(0, (p["batch"], p["nodes"])) for x in (q, k, v, g, beta)]

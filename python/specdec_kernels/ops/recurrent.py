@@ -125,6 +125,7 @@ def tree_recurrence(
     slots: Tensor | None = None,
     scale: float | None = None,
     l2norm_eps: float | None = None,
+    delta_rule: bool = True,
     out: Tensor | None = None,
     status: Tensor | None = None,
     stream: int | None = None,
@@ -136,10 +137,11 @@ def tree_recurrence(
         S_i = exp(g_i) S_p + u_i k_i^T,    u_i = beta_i (v_i - exp(g_i) S_p k_i),    o_i = S_i q_i
 
     where the parent of a node without ancestors is the committed state. This is the gated delta rule of Gated DeltaNet
-    (arXiv 2412.06464), and with g per channel of the key that of Kimi Delta Attention (arXiv 2510.26692). Without beta,
-    u_i = v_i: the recurrence of Mamba 2 (arXiv 2405.21060) with k = B, q = C and v = dt x. States of nodes are never
-    stored. All outputs come from the committed state by one triangular solve over ancestors, the WY form of the delta
-    rule; STree (arXiv 2505.14969) does so for state space models.
+    (arXiv 2412.06464), and with g per channel of the key that of Kimi Delta Attention (arXiv 2510.26692). Without the
+    delta rule u_i is beta_i v_i, or v_i without beta: the recurrence of Mamba 2 (arXiv 2405.21060) with beta = dt,
+    k = B, q = C and v = x. States of nodes are never stored. All outputs come from the committed state by one
+    triangular solve over ancestors, the WY form of the delta rule; STree (arXiv 2505.14969) does so for state space
+    models.
 
     With a mask the rows are the nodes of a tree. The op first folds the slot's pending path into the state, and stores
     that state; then it writes the outputs of all nodes, and their records to the buffer that holds no pending nodes.
@@ -162,7 +164,7 @@ def tree_recurrence(
             dimension must be contiguous. dv is at most 256.
         g: [M, Hv] float32, log decay of each row, at most 0; or [M, Hv, dk], one for each channel (KDA). Only the last
             dimension must be contiguous.
-        beta: [M, Hv] float32; only the last dimension must be contiguous. None: no delta rule.
+        beta: [M, Hv] float32; only the last dimension must be contiguous. None: no factor, and no delta rule.
         state: [num_slots, Hv, dv, dk] float32, changed in place.
         records: N is 1 to 64; changed in place. g has a last dimension dk if the argument g has.
         paths: pending paths.
@@ -173,6 +175,7 @@ def tree_recurrence(
         slots: [B] int32, distinct.
         scale: factor of q, above 0. None: 1.
         l2norm_eps: first divide each q and k by sqrt(its sum of squares + l2norm_eps). None: they stay.
+        delta_rule: subtract from each value what the state has for its key. False: Mamba 2.
         out: like v; only the last dimension must be contiguous.
         status: [num_slots] int32. STALLED is read. Gains BAD_LENGTH if prefix_lens is negative, cu_seqlens leaves the
             rows, a tree has more than N nodes or num_nodes of paths does not fit; BAD_TREE if the mask is no tree whose
@@ -192,8 +195,8 @@ def tree_recurrence(
     if out is None:
         out = empty_like(op, v, shape_of(op, "v", v, 3))
     _C.tree_recurrence(
-        stream, q, k, v, g, beta, state, *records, *paths, prefix_lens, cu_seqlens, mask, slots, scale, l2norm_eps, out,
-        status,
+        stream, q, k, v, g, beta, state, *records, *paths, prefix_lens, cu_seqlens, mask, slots, scale, l2norm_eps,
+        delta_rule, out, status,
     )  # fmt: skip
     return out
 

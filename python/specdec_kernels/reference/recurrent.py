@@ -58,11 +58,13 @@ def compute_gates(
 
 
 def step(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, delta_rule: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Advance the state [Hv, dv, dk] by one token; return it, the output and u."""
     state = state * g.exp().view(len(state), 1, -1)
-    u = v if beta is None else beta[:, None] * (v - torch.einsum("hvd,hd->hv", state, k))
+    u = v
+    if beta is not None:
+        u = beta[:, None] * (v - torch.einsum("hvd,hd->hv", state, k) if delta_rule else v)
     state = state + torch.einsum("hv,hd->hvd", u, k)
     return state, torch.einsum("hvd,hd->hv", state, q), u
 
@@ -83,6 +85,7 @@ def tree_recurrence(
     slots: Tensor | None = None,
     scale: float | None = None,
     l2norm_eps: float | None = None,
+    delta_rule: bool = True,
     status: Tensor | None = None,
 ) -> Tensor:
     """Return `out` in float64; every node has a state of its own."""
@@ -109,7 +112,7 @@ def tree_recurrence(
             at = first + i
             keys, queries = (x[at].repeat_interleave(values_per_key, 0) for x in (k, q))
             own_beta = None if beta is None else beta[at]
-            states[i], out[at], u = step(states[parent], queries, keys, v[at], g[at], own_beta)
+            states[i], out[at], u = step(states[parent], queries, keys, v[at], g[at], own_beta, delta_rule)
             decays[i] = decays[parent] + g[at]
             if mask is None:
                 del states[parent], decays[parent]

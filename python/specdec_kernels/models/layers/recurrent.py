@@ -275,18 +275,16 @@ class Mamba2(RecurrentMixer):
         projected = self.in_proj(x)
         projected = projected if self.factors is None else projected * self.factors
         gate, mixed, steps = torch.split(projected, [values, values + 2 * keys, sizes.value_heads], dim=-1)
-        v, k, q = torch.split(self.conv(mixed, self.cache, rows).float(), [values, keys, keys], dim=-1)
-        steps = functional.softplus(steps.float() + self.dt_bias)
-        if self.dt_limit != NO_LIMIT:
-            steps = steps.clamp(*self.dt_limit)
+        v, k, q = torch.split(self.conv(mixed, self.cache, rows), [values, keys, keys], dim=-1)
         v = heads_of(v, sizes.value_heads)
+        least, largest = self.dt_limit
         out = recurrence(
             heads_of(q, sizes.key_heads),
             heads_of(k, sizes.key_heads),
-            v * steps[..., None],
-            self.decay * steps,
-            None,
+            v,
+            *compute_gates(steps, None, self.decay, self.dt_bias, dt_min=least, dt_max=largest),
             self.cache,
             rows,
+            delta_rule=False,
         )
         return self.norm(torch.addcmul(out, v, self.skip[:, None]).flatten(-2), gate)
