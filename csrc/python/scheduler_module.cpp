@@ -375,7 +375,8 @@ void add_scheduler(py::module_& m) {
   };
   using Text = std::vector<int32_t>;
   py::class_<Cache>(m, "PrefixCache", "the scheduler's radix tree of cached pages")
-      .def(py::init<int64_t, int64_t, int64_t>(), "num_places"_a, "page_size"_a, "num_snapshots"_a = 0)
+      .def(py::init<int64_t, int64_t, int64_t, int64_t>(), "num_places"_a, "page_size"_a, "num_snapshots"_a = 0,
+           "lookahead"_a = 1)
       .def(
           "find",
           [=](Cache& cache, const Text& text, int64_t most_pages) {
@@ -434,9 +435,9 @@ void add_scheduler(py::module_& m) {
              required("rounds_in_flight", &Config::rounds_in_flight),
              optional("draft_can_idle", &Config::draft_can_idle), optional("prefix_cache", &Config::prefix_cache),
              optional("num_snapshots", &Config::num_snapshots), optional("snapshot_pages", &Config::snapshot_pages),
-             required("batch_sizes", &Config::batch_sizes), required("rows", &Config::rows),
-             optional("drafted", &Config::drafted), optional("plain_rounds", &Config::plain_rounds),
-             optional("max_idle_rounds", &Config::max_idle_rounds));
+             optional("lookahead", &Config::lookahead), required("batch_sizes", &Config::batch_sizes),
+             required("rows", &Config::rows), optional("drafted", &Config::drafted),
+             optional("plain_rounds", &Config::plain_rounds), optional("max_idle_rounds", &Config::max_idle_rounds));
   config.def_property_readonly("num_levels", &Config::num_levels)
       .def_property_readonly("max_batch", &Config::max_batch);
   using scheduler::Sampling, scheduler::Submission;

@@ -41,6 +41,7 @@ void check_config(const Config& config) {
   check.range("rounds_in_flight", config.rounds_in_flight, 1, 64);
   check.range("num_snapshots", config.num_snapshots, 0, config.prefix_cache ? kMost : 0);
   check.range("snapshot_pages", config.snapshot_pages, 1, kMost);
+  check.range("lookahead", config.lookahead, 1, kWidest);
   check.that(!config.batch_sizes.empty(), "batch_sizes", "is empty", "at least 1 size");
   int64_t smallest_batch = 1;
   for (const int64_t batch : config.batch_sizes) {

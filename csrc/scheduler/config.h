@@ -26,6 +26,7 @@ struct Config {
   // are all that a prefix needs.
   int64_t num_snapshots = 0;
   int64_t snapshot_pages = 1;        // of a prompt between two snapshots, its last whole page excepted
+  int64_t lookahead = 1;             // tokens after a row that a draft's row depends on, at least the next one
   std::vector<int64_t> batch_sizes;  // increasing: a round is padded to the next of them
   // The budget levels of each batch size: rows that its rounds may have in all, increasing, at least the batch size.
   std::vector<std::vector<int64_t>> rows;

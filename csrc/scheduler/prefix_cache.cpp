@@ -17,23 +17,24 @@ struct Before {
 class PrefixCache::Node {
  public:
   Node* parent = nullptr;
-  std::vector<int32_t> tokens;                                             // of its own pages, and the one after them
-  std::vector<int32_t> places;                                             // of its own pages
-  int64_t end = 0;                                                         // pages from the root on
-  int64_t locks = 0;                                                       // on it and on those below it
-  uint64_t used = 0;                                                       // time of last use
-  int32_t snapshot = -1;                                                   // of the state at its end; -1: none
-  uint64_t snapshot_used = 0;                                              // time of that one's last use
+  std::vector<int32_t> tokens;  // of its own pages, and `lookahead` after them
+  std::vector<int32_t> places;  // of its own pages
+  int64_t end = 0;              // pages from the root on
+  int64_t locks = 0;            // on it and on those below it
+  uint64_t used = 0;            // time of last use
+  int32_t snapshot = -1;        // of the state at its end; -1: none
+  uint64_t snapshot_used = 0;   // time of that one's last use
   std::map<std::vector<int32_t>, std::unique_ptr<Node>, Before> children;  // by the tokens of their first pages
 
   int64_t size() const { return static_cast<int64_t>(places.size()); }
   bool is_free_leaf() const { return parent != nullptr && locks == 0 && children.empty(); }
 };
 
-PrefixCache::PrefixCache(int64_t num_places, int64_t page_size, int64_t num_snapshots)
+PrefixCache::PrefixCache(int64_t num_places, int64_t page_size, int64_t num_snapshots, int64_t lookahead)
     : num_places_(num_places),
       page_size_(page_size),
       num_snapshots_(num_snapshots),
+      lookahead_(lookahead),
       free_(num_places),
       root_(std::make_unique<Node>()),
       free_snapshots_(num_snapshots) {
@@ -56,15 +57,15 @@ int32_t PrefixCache::snapshot(const Node* node) { return node->snapshot; }
 
 // Returns the node of the longest prefix of the text. Splits a node that only begins like the text.
 PrefixCache::Node* PrefixCache::descend(Tokens text, int64_t most_pages) {
-  const int64_t most = std::min(most_pages, (std::ssize(text) - 1) / page_size_);
+  const int64_t most = std::min(most_pages, (std::ssize(text) - lookahead_) / page_size_);
   Node* node = root_.get();
   while (node->end < most) {
     const Tokens rest = text.subspan(node->end * page_size_);
-    const auto found = node->children.find(rest.first(page_size_ + 1));
+    const auto found = node->children.find(first_key(rest));
     if (found == node->children.end()) break;
     Node* child = found->second.get();
     const int64_t alike = std::ranges::mismatch(child->tokens, rest).in1 - child->tokens.begin();
-    const int64_t pages = std::min((alike - 1) / page_size_, most - node->end);
+    const int64_t pages = std::min((alike - lookahead_) / page_size_, most - node->end);
     if (pages < child->size()) return split(child, pages);
     node = child;
   }
@@ -75,10 +76,10 @@ PrefixCache::Node* PrefixCache::descend(Tokens text, int64_t most_pages) {
 PrefixCache::Node* PrefixCache::split(Node* node, int64_t pages) {
   auto& siblings = node->parent->children;
   const auto cut = pages * page_size_;
-  auto& owner = siblings.find(Tokens(node->tokens).first(page_size_ + 1))->second;
+  auto& owner = siblings.find(first_key(node->tokens))->second;
   auto front = std::make_unique<Node>();
   front->parent = node->parent;
-  front->tokens.assign(node->tokens.begin(), node->tokens.begin() + cut + 1);
+  front->tokens.assign(node->tokens.begin(), node->tokens.begin() + cut + lookahead_);
   front->places.assign(node->places.begin(), node->places.begin() + pages);
   front->end = node->end - node->size() + pages;
   front->locks = node->locks;
@@ -88,7 +89,7 @@ PrefixCache::Node* PrefixCache::split(Node* node, int64_t pages) {
   node->tokens.erase(node->tokens.begin(), node->tokens.begin() + cut);
   node->places.erase(node->places.begin(), node->places.begin() + pages);
   const auto first = node->tokens.begin();
-  owner->children.emplace(std::vector(first, first + page_size_ + 1), std::move(back));
+  owner->children.emplace(std::vector(first, first + page_size_ + lookahead_), std::move(back));
   return owner.get();
 }
 
@@ -134,17 +135,17 @@ void PrefixCache::evict_snapshot(Node* node) {
 
 PrefixCache::Node* PrefixCache::insert(Tokens text, int64_t pages) {
   Node* node = descend(text, pages);
-  const int64_t most = std::min(pages, (std::ssize(text) - 1) / page_size_);
+  const int64_t most = std::min(pages, (std::ssize(text) - lookahead_) / page_size_);
   const int64_t count = std::min(most - node->end, std::ssize(free_));
   if (count > 0) {
-    const Tokens rest = text.subspan(node->end * page_size_, count * page_size_ + 1);
+    const Tokens rest = text.subspan(node->end * page_size_, count * page_size_ + lookahead_);
     auto child = std::make_unique<Node>();
     child->parent = node;
     child->tokens.assign(rest.begin(), rest.end());
     child->places.assign(free_.rbegin(), free_.rbegin() + count);
     child->end = node->end + count;
     free_.resize(free_.size() - count);
-    const Tokens key = rest.first(page_size_ + 1);
+    const Tokens key = first_key(rest);
     auto& owner = node->children[std::vector(key.begin(), key.end())];
     owner = std::move(child);
     node = owner.get();
@@ -177,12 +178,12 @@ std::vector<int32_t> PrefixCache::evict(int64_t count) {
     leaf->end -= leaf->size() - kept;
     leaf->places.resize(kept);
     if (kept > 0) {
-      leaf->tokens.resize(kept * page_size_ + 1);
+      leaf->tokens.resize(kept * page_size_ + lookahead_);
       continue;
     }
     leaves_.erase(leaves_.begin());
     Node* parent = leaf->parent;
-    parent->children.erase(parent->children.find(Tokens(leaf->tokens).first(page_size_ + 1)));
+    parent->children.erase(parent->children.find(first_key(leaf->tokens)));
     enlist(parent);
   }
   free_.insert(free_.end(), gone.begin(), gone.end());

@@ -1,8 +1,9 @@
 // A radix tree of text prefixes whose KV is cached in pages. Its edges are whole pages.
 //
-// A page is keyed by its own tokens and the one after them, which the last row of a draft head in it has read
-// (round.md, section 8). The tree does not know pages of the pool, only places in which the device keeps them: it
-// assigns places to cached pages, and gets them back when it evicts these.
+// A page is keyed by its own tokens and the `lookahead` ones after them, which the last row of a draft head in it has
+// read (round.md, section 8): one, or as many as MTP layers draft in a chain. The tree does not know pages of the pool,
+// only places in which the device keeps them: it assigns places to cached pages, and gets them back when it evicts
+// these.
 //
 // A model with recurrent layers continues a prefix only from the state at its end. The tree then assigns *snapshots*,
 // copies of such states that the device keeps, to some prefixes. Evicting a page evicts the snapshots at its end and
@@ -26,7 +27,7 @@ class PrefixCache {
   class Node;
 
   // Creates an empty cache. With 0 places it never caches anything.
-  PrefixCache(int64_t num_places, int64_t page_size, int64_t num_snapshots = 0);
+  PrefixCache(int64_t num_places, int64_t page_size, int64_t num_snapshots = 0, int64_t lookahead = 1);
   ~PrefixCache();
 
   // Returns the longest cached prefix of a text, at most `most_pages` long. Valid until the next call, unless locked.
@@ -69,7 +70,9 @@ class PrefixCache {
   void enlist(Node* node);
   void evict_snapshot(Node* node);
 
-  const int64_t num_places_, page_size_, num_snapshots_;
+  Tokens first_key(Tokens tokens) const { return tokens.first(page_size_ + lookahead_); }
+
+  const int64_t num_places_, page_size_, num_snapshots_, lookahead_;
   std::vector<int32_t> free_;  // places, the next one last
   std::unique_ptr<Node> root_;
   std::set<std::pair<uint64_t, Node*>> leaves_;     // not locked, least recently used first

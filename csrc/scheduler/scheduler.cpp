@@ -36,7 +36,7 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       recorder_(traces, config.all_rows()),
       budget_(config.batch_sizes, config.rows, config.accept_width, config.max_idle_rounds),
       slots_(config.num_slots),
-      prefix_(config.prefix_cache ? config.num_pages : 0, config.page_size, config.num_snapshots),
+      prefix_(config.prefix_cache ? config.num_pages : 0, config.page_size, config.num_snapshots, config.lookahead),
       last_batch_(config.max_batch()),
       last_rows_(config.rows.back().back()),
       free_pages_(config.num_pages) {

@@ -160,8 +160,8 @@ class Scheduler {
   };
   // The prefix cache, and what the loop and other threads know about it.
   struct Prefix {
-    Prefix(int64_t num_places, int64_t page_size, int64_t num_snapshots)
-        : cache(num_places, page_size, num_snapshots) {}
+    Prefix(int64_t num_places, int64_t page_size, int64_t num_snapshots, int64_t lookahead)
+        : cache(num_places, page_size, num_snapshots, lookahead) {}
     PrefixCache cache;
     bool pages_unknown = false;    // places may hold pages that the cache does not know
     std::exception_ptr error;      // what assign_pages threw then

@@ -18,8 +18,11 @@ namespace {
 // Returns the first entry of a slot's row of the page table. The places come after all slots.
 int64_t first_entry(const Config& config, int64_t slot) { return slot * pages_for(config, config.max_len); }
 
-// Returns the most pages that a request may share: at least the root's row is left to prefill, for the first token.
-int64_t most_shared(const Config& config, const Request& request) { return request.seq_len() / config.page_size; }
+// Returns the most pages that a request may share: at least the root's row is left to prefill, for the first token, and
+// the tokens after the pages that their keys have.
+int64_t most_shared(const Config& config, const Request& request) {
+  return std::max<int64_t>(std::ssize(request.text) - config.lookahead, 0) / config.page_size;
+}
 
 // Returns the pages of the longest prefix, of at most these pages, after which a prefill of the whole text saves a
 // snapshot.
@@ -38,7 +41,7 @@ bool Scheduler::waits_for_prefix(const Request& request) const {
   for (const auto& holder : slots_.holders()) {
     if (holder->num_validated > 0 || !holder->cacheable) continue;
     const auto alike = std::ranges::mismatch(holder->text, request.text).in1 - holder->text.begin();
-    int64_t pages = std::min((alike - 1) / config_.page_size, most_shared(config_, request));
+    int64_t pages = std::min((alike - config_.lookahead) / config_.page_size, most_shared(config_, request));
     if (config_.num_snapshots > 0) pages = pages_with_snapshot(config_, *holder, pages);
     const int64_t spared = (pages - request.num_shared) * config_.page_size;
     if (spared > 0 && 2 * spared >= std::ssize(request.text) - request.num_shared * config_.page_size) return true;
@@ -82,9 +85,11 @@ std::vector<int32_t> Scheduler::shared_entries(const Request& request) const {
 }
 
 // Caches the whole validated pages of a slot. If the cache already has the same rows from another request, the slot
-// takes those pages and frees its own, so every shared page of a slot belongs to the cache.
+// takes those pages and frees its own, so every shared page of a slot belongs to the cache. A draft's rows that depend
+// on several tokens after them follow later than the target's.
 void Scheduler::cache_pages(Request& request) {
-  const int64_t pages = request.num_validated / config_.page_size, before = request.num_shared;
+  const int64_t rows = std::max<int64_t>(request.num_validated - (config_.lookahead - 1), 0);
+  const int64_t pages = rows / config_.page_size, before = request.num_shared;
   if (!config_.prefix_cache || !request.cacheable || pages <= before) return;
   const int64_t known = PrefixCache::num_pages(prefix_.cache.find(request.text, pages));
   PrefixCache::Node* const prefix = prefix_.cache.insert(request.text, pages);

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from specdec_kernels.cli.doctor_measure import Recorder, Text, measure, record, write_texts
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
 from support.exhaustive import exhaustive
+from support.leaks import expect_nothing_lost
 from support.mtp_checkpoints import NUM_LAYERS, ChainReference, write_target_with_chain
 from support.observed_rounds import wrap_method
-from support.random_checkpoints import random_prompts
+from support.random_checkpoints import VOCAB, random_prompts
 from support.recorded_chains import record_chains
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 
@@ -167,11 +168,32 @@ def test_what_is_not_computed_is_refused_by_name(folder: Path) -> None:
     assert str(error.value) == (
         "MTP: num_steps is 4, expected at most 3 for a checkpoint with 3 MTP layers (each drafts one step)"
     )
-    with pytest.raises(ValueError) as error:
-        make_engine(folder, MTP(num_steps=3, topk=1), prefix_cache=True)
-    assert str(error.value) == (
-        "Engine: prefix_cache is set, expected not with MTP, whose rows depend on 3 tokens after them"
-    )
+
+
+@pytest.mark.parametrize("page_size", [4, *exhaustive(1, 2, 16)])
+@pytest.mark.parametrize(("num_rows", "rounds_in_flight"), [(2400, 1), *exhaustive((280, 2))])
+def test_cached_prefixes_draft_what_whole_prompts_do(
+    num_rows: int, rounds_in_flight: int, page_size: int, folder: Path
+) -> None:
+    """Prompts that are equal, longer, shorter, or diverge next to the end of a page, and conversations."""
+    reference = ChainReference(folder, LAYERS)
+    text, other = torch.randint(VOCAB, (26,)).tolist(), [7, 9, 11]
+    asked = [text, text, text + other, *(text[:end] + other for end in (4, 7, 17)), text[:9], text[:2]]
+    params = replace(GREEDY, max_new_tokens=6)
+    with make_engine(folder, None, prefix_cache=False) as engine:
+        expected = texts(engine, asked, params)
+    sizes = {"page_size": page_size, "num_pages": num_rows // page_size, "num_slots": 4, "prefill_chunk": 7}
+    options = sizes | {"rounds_in_flight": rounds_in_flight, "prefix_cache": True}
+    with make_engine(folder, MTP(num_steps=LAYERS, topk=1), **options) as engine, patched() as patch:
+        drafted = record_chains(engine, patch)
+        assert [texts(engine, [prompt], params)[0] for prompt in asked] == expected
+        assert texts(engine, asked, params) == expected
+        turns = [[*prompt, *answer, 5, 6] for prompt, answer in zip(asked[1:3], expected[1:3], strict=True)]
+        answers = texts(engine, turns, params)
+        assert engine.stats().prefix_hits > 5
+        expect_nothing_lost(engine)
+    whole = [p + t for p, t in zip([*asked, *turns], [*expected, *answers], strict=True)]
+    compare_chains(reference, drafted, whole, LAYERS)
 
 
 @pytest.mark.parametrize("num_steps", [LAYERS, *exhaustive(1, 2)])

@@ -40,7 +40,7 @@ from support.tiny_checkpoint import held_out
 
 # --- the tree
 
-Page = tuple[int, ...]  # all tokens of a prefix, and the next one
+Page = tuple[int, ...]  # all tokens of a prefix, and the next `lookahead` ones
 
 
 class PrefixCaches(RuleBasedStateMachine):
@@ -48,9 +48,10 @@ class PrefixCaches(RuleBasedStateMachine):
 
     nodes = Bundle("nodes")
 
-    @initialize(places=st.integers(0, 12), page_size=st.integers(1, 3))
-    def start(self, places: int, page_size: int) -> None:
-        self.cache, self.num_places, self.page_size = _C.PrefixCache(places, page_size), places, page_size
+    @initialize(places=st.integers(0, 12), page_size=st.integers(1, 3), lookahead=st.integers(1, 4))
+    def start(self, places: int, page_size: int, lookahead: int) -> None:
+        self.cache = _C.PrefixCache(places, page_size, lookahead=lookahead)
+        self.num_places, self.page_size, self.lookahead = places, page_size, lookahead
         self.places: dict[Page, int] = {}
         self.used: dict[Page, int] = {}
         self.locks: Counter[Page] = Counter()
@@ -59,7 +60,8 @@ class PrefixCaches(RuleBasedStateMachine):
 
     def pages(self, text: list[int], most: int) -> list[Page]:
         size = self.page_size
-        return [tuple(text[: end + 1]) for end in range(size, len(text), size)][:most]
+        ends = range(size, len(text) - self.lookahead + 1, size)
+        return [tuple(text[: end + self.lookahead]) for end in ends][:most]
 
     def is_leaf(self, page: Page) -> bool:
         return not any(len(other) > len(page) and other[: len(page)] == page for other in self.places)

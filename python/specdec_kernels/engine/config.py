@@ -203,12 +203,11 @@ class EngineConfig:
         implementation = implementation_of(model, max_len, options.implementation)
         kv_dtype = kv_dtype_of(options.kv_dtype, dtype)
         needs = checked_needs(draft, model)
-        check_lookahead(draft, needs, bool(options.prefix_cache))
         states = state_specs_of_model(model, implementation, dtype)
         check_recurrent(model, states, needs, options)
         reserve = max(needs.num_nodes, needs.accept_width, needs.scratch_rows) + 1
         max_pages = -(-(max_len + reserve) // options.page_size)
-        can_cache = draft.cacheable and needs.lookahead <= 1 and (not states or options.num_snapshots != 0)
+        can_cache = draft.cacheable and (not states or options.num_snapshots != 0)
         pages, prefix_cache = page_plan_of(model, implementation, can_cache, needs, options, max_pages, reserve)
         num_snapshots = 0
         if states and prefix_cache:
@@ -434,15 +433,6 @@ def check_cacheable(draft: Draft, prefix_cache: bool) -> None:
         raise ValueError(
             f"Engine: prefix_cache is set, expected not with {type(draft).__name__}, "
             "which keeps more of a prompt than the rows of its pools"
-        )
-
-
-def check_lookahead(draft: Draft, needs: Needs, prefix_cache: bool) -> None:
-    """Raise ValueError for a prefix cache with a draft whose rows depend on tokens that no key of a page has."""
-    if prefix_cache and needs.lookahead > 1:
-        raise ValueError(
-            f"Engine: prefix_cache is set, expected not with {type(draft).__name__}, "
-            f"whose rows depend on {needs.lookahead} tokens after them"
         )
 
 

@@ -257,6 +257,7 @@ def make_scheduler(
         prefix_cache=config.prefix_cache,
         num_snapshots=config.num_snapshots,
         snapshot_pages=config.snapshot_pages,
+        lookahead=max(config.needs.lookahead, 1),
         batch_sizes=config.batch_sizes,
         rows=config.rows,
         drafted=[round.level_limits[batch] for batch in config.batch_sizes],

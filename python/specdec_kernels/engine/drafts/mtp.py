@@ -102,7 +102,8 @@ class MTP(FrequentTokensDraft):
         if num_chained == 1:
             return load_mtp_head(source, context.target, **sizes)
         assert isinstance(source, MtpCheckpoint)
-        return load_mtp_chain(source, num_chained, context.target, **sizes)
+        page_refs = context.state.pool.page_refs
+        return load_mtp_chain(source, num_chained, context.target, **sizes, page_refs=page_refs)
 
     def run_committed(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
         super().run_committed(extend, features, rows)

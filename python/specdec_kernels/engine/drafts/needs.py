@@ -56,7 +56,7 @@ class Needs:
         max_idle_rounds: rounds that a slot's draft can be idle before it must catch up (`Idleable`); 0: never idle.
         num_steps: levels of its deepest tree, where each level is a forward pass of a model: rounds with few rows for
             each request ask for trees of at most as many levels. 0: depth costs nothing.
-        lookahead: row i of its own pools depends on tokens 0 to i + lookahead; more than 1 excludes a prefix cache.
+        lookahead: row i of its own pools depends on tokens 0 to i + lookahead.
     """
 
     num_nodes: int

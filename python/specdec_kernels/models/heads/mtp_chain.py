@@ -25,12 +25,16 @@ POOL_DIM = 128  # the widest row that pools of states have
 
 
 class MtpRows(NamedTuple):
-    """Committed rows as one layer has them."""
+    """Committed rows as one layer has them.
+
+    `skipped` counts rows that the layer does not have, since they would come before row 0, or that are in pages of the
+    prefix cache, whose rows all layers have computed.
+    """
 
     tokens: Tensor  # [B, W]
     positions: Tensor  # [B, W]
     batch: PagedBatch
-    skipped: Tensor  # [B], rows that the layer does not have, since they would come before row 0
+    skipped: Tensor  # [B]
 
 
 class MtpChain(DraftHead):
@@ -41,14 +45,17 @@ class MtpChain(DraftHead):
 
     Args:
         heads: the layers, prepared over one target.
+        page_refs: [num_pages] int32, the owners of each page; those of more than one are not written. None: no page
+            has several.
     """
 
     name = "MTP"
 
-    def __init__(self, heads: list[MtpHead]) -> None:
+    def __init__(self, heads: list[MtpHead], page_refs: Tensor | None = None) -> None:
         super().__init__(heads[0].config)
         self.heads = nn.ModuleList(heads)
         self.prefixes = tuple(head.prefix for head in heads)
+        self.page_refs = page_refs
         pools = heads[0].pools
         half = heads[0].config.hidden_size // 2
         dim = gcd(half, POOL_DIM)
@@ -183,19 +190,31 @@ class MtpChain(DraftHead):
         if layer == 0:
             return MtpRows(tokens, positions, batch, torch.zeros_like(batch.num_valid))
         width = tokens.shape[1]
-        starts = batch.prefix_lens[batch.slots.clamp(min=0)] - layer
-        skipped, starts = (-starts).clamp(min=0), starts.clamp(min=0)
+        skipped_of_slots = self._skipped_rows(layer, batch)
+        prefix_lens = batch.prefix_lens - layer + skipped_of_slots
+        slots = batch.slots.clamp(min=0)
+        skipped, starts = skipped_of_slots[slots], prefix_lens[slots]
         columns = torch.arange(width, dtype=torch.int32, device=tokens.device)
         places = (skipped[:, None] + columns).clamp(max=width - 1)
         return MtpRows(
             tokens.gather(1, places.long()),
             starts[:, None] + columns,
             batch._replace(
-                prefix_lens=(batch.prefix_lens - layer).clamp(min=0),
+                prefix_lens=prefix_lens,
                 num_valid=(batch.num_valid - skipped).clamp(min=0),
             ),
             skipped,
         )
+
+    def _skipped_rows(self, layer: int, batch: PagedBatch) -> Tensor:
+        """Return how many of the `layer` rows before each slot's prefix length [slots] are not to be computed."""
+        rows = batch.prefix_lens[:, None] + torch.arange(-layer, 0, dtype=torch.int32, device=batch.prefix_lens.device)
+        skipped = rows < 0
+        if self.page_refs is not None:
+            places = torch.div(rows, self.states.page_size, rounding_mode="floor")
+            pages = batch.page_table.gather(1, places.clamp(0, batch.page_table.shape[1] - 1).long())
+            skipped |= (pages >= 0) & (self.page_refs[pages.clamp(min=0).long()] > 1)
+        return skipped.sum(1, dtype=torch.int32)
 
     def _read(self, states: LayerKv, rows: MtpRows) -> Tensor:
         """Return the states [B * W, H] of these rows; those of rows that are not valid have no meaning."""
@@ -214,8 +233,15 @@ class MtpChain(DraftHead):
 
 
 def load_mtp_chain(
-    checkpoint: MtpCheckpoint, num_layers: int, target: LanguageModel, *, num_pages: int, page_size: int
+    checkpoint: MtpCheckpoint,
+    num_layers: int,
+    target: LanguageModel,
+    *,
+    num_pages: int,
+    page_size: int,
+    page_refs: Tensor | None = None,
 ) -> MtpChain:
     """Return the first MTP layers of a checkpoint, 2 or more; see `load_mtp_head`."""
     sizes = {"num_pages": num_pages, "page_size": page_size}
-    return MtpChain([load_mtp_head(checkpoint.layer(index), target, **sizes) for index in range(num_layers)])
+    heads = [load_mtp_head(checkpoint.layer(index), target, **sizes) for index in range(num_layers)]
+    return MtpChain(heads, page_refs)
