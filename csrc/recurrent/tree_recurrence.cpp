@@ -97,6 +97,8 @@ void tree_recurrence(CallStream stream, const TensorView& q, const TensorView& k
       .l2norm_eps = eps,
       .aligned_rows = loads_by_four(q) && loads_by_four(k),
       .aligned_state = is_aligned(layer, state, records_k, records_g) && (!layer.by_channel || loads_by_four(g)),
+      .aligned_values = loads_by_four(v),
+      .paired_values = copy_unit({&out}) >= 2 * item_bytes(out) && copy_unit({&records_u}) >= 8,
   };
   SD_DISPATCH(check, stream, tree_recurrence, params);
 }

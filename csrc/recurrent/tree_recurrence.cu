@@ -17,6 +17,7 @@
 #include "core/warp.cuh"
 #include "recurrent/block_tree.cuh"
 #include "recurrent/chain_recurrence.h"
+#include "recurrent/tree_pass.h"
 #include "recurrent/tree_recurrence.h"
 
 namespace specdec::recurrent {
@@ -678,6 +679,7 @@ unsigned slices_of(const RecurrentLayer& layer) {
 }  // namespace
 
 void tree_recurrence_cuda(const TreeRecurrenceParams& p, Stream stream) {
+  if (p.rows.mask != nullptr) return tree_pass(p, stream);
   if (chain_runs_on_tensor_cores(p)) return chain_recurrence(p, stream);
   const unsigned slices = slices_of(p.layer);
   with_float_type(p.dtype, [&]<class T>() {

@@ -63,8 +63,10 @@ struct TreeRecurrenceParams {
   float scale;      // of q
   bool normalizes;  // q and k are divided by sqrt(their sum of squares + l2norm_eps)
   float l2norm_eps;
-  bool aligned_rows;   // 4 elements of a row of q and k are one aligned load
-  bool aligned_state;  // the same for state and records of k, and g by channel
+  bool aligned_rows;    // 4 elements of a row of q and k are one aligned load
+  bool aligned_state;   // the same for state and records of k, and g by channel
+  bool aligned_values;  // the same for v
+  bool paired_values;   // 2 elements from an even one on of a row of out and of records of u are one aligned store
 };
 
 struct CommitRecurrenceParams {
