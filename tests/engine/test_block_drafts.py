@@ -223,3 +223,40 @@ def test_options_and_folders_of_another_kind_are_refused(target: Path, tmp_path:
         DFlash(dflash, num_candidates=65)
     with pytest.raises(ValueError, match="DFlash: sampled is True with topk=None, expected topk=1"):
         DFlash(dflash, sampled=True)
+
+
+@pytest.mark.exhaustive
+def test_slots_of_block_drafts_survive_caching_retraction_sleep_and_migration(tmp_path: Path) -> None:
+    """Texts stay the same and drafts are accepted as before, also after an update of the weights."""
+    target, text = synthetic()
+    made = synthetic_block(target, text, EvenAcceptance(4.0), "dspark", num_layers=4, rank=32)
+    folder, params = save_block_drafter(*made, tmp_path / "dspark"), replace(GREEDY, max_new_tokens=64)
+    prompts = [text.tokens(start, 24) for start in (3, 50, 3)]
+    expected = [text.tokens(start + 24, 64) for start in (3, 50, 3)]
+
+    def check(engine: Engine, at_least: float = 3.0) -> None:
+        outputs = engine.generate(prompts, params)
+        assert [output.tokens for output in outputs] == expected
+        assert all(output.stats.accept_length > at_least for output in outputs)
+
+    draft = DSpark(folder, num_nodes=16)
+    with make_engine(target, draft, prefix_cache=True) as engine:
+        check(engine)
+        check(engine)
+        assert engine.stats().prefix_hits > 0
+    with make_engine(target, DSpark(folder, num_nodes=16), num_pages=46, num_slots=3) as engine:
+        check(engine, 2.0)
+        assert engine.stats().retractions > 0
+    with make_engine(target, DSpark(folder, topk=1)) as engine:
+        check(engine)
+        engine.sleep()
+        engine.wake()
+        check(engine)
+        engine.update_weights(draft={"norm.weight": torch.zeros_like(made[1]["norm.weight"])})
+        assert [output.tokens for output in engine.generate(prompts, params)] == expected
+        engine.update_weights(draft={"norm.weight": made[1]["norm.weight"]})
+        check(engine)
+    with make_engine(target, DSpark(folder)) as one, make_engine(target, DSpark(folder)) as other:
+        request = one.submit(prompts[0], params)
+        next(iter(request))
+        assert other.import_request(one.export_request(request)).result().tokens == expected[0]
