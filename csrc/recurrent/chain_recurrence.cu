@@ -17,7 +17,7 @@
 #include "core/fragments.cuh"
 #include "core/mma.cuh"
 #include "core/warp.cuh"
-#include "recurrent/block_tree.cuh"
+#include "recurrent/block_path.cuh"
 #include "recurrent/chain_recurrence.h"
 
 namespace specdec::recurrent {
@@ -550,7 +550,7 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
   const Block block{load_request(p.pending, p.rows, b), h, layer.key_head(h),
                     static_cast<int>(blockIdx.x % slices) * kValues};
   const Request& request = block.request;
-  const bool is_bad = is_bad_tree(p.pending, nullptr, request.path, nullptr, static_cast<int>(threadIdx.x));
+  const bool is_bad = is_bad_path(p.pending, request.path, static_cast<int>(threadIdx.x));
   const int32_t bits = request.path.bits | (is_bad ? kBadTree : 0);
   if (request.path.slot < 0 || bits) {
     if (bits && h == 0 && block.first_value == 0 && threadIdx.x == 0)

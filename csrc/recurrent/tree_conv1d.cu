@@ -13,7 +13,7 @@
 #include <algorithm>
 
 #include "core/pack.cuh"
-#include "recurrent/block_tree.cuh"
+#include "recurrent/block_path.cuh"
 #include "recurrent/tree_conv1d.h"
 #include "recurrent/warp_request.cuh"
 
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(kCommitThreads)
   const int64_t b = blockIdx.x / channel_blocks;
   const int64_t pack = int64_t{blockIdx.x % channel_blocks} * kCommitThreads + threadIdx.x;
   const PendingPath path = load_pending(p.pending, b);
-  const bool is_bad = is_bad_tree(p.pending, nullptr, path, nullptr, static_cast<int>(threadIdx.x));
+  const bool is_bad = is_bad_path(p.pending, path, static_cast<int>(threadIdx.x));
   const int32_t bits = path.bits | (is_bad ? kBadTree : 0);
   if (path.slot < 0) return;
   if (bits && blockIdx.x % channel_blocks == 0 && threadIdx.x == 0) set_status(p.pending.status, path.slot, bits);

@@ -1,21 +1,17 @@
-// Run a linear recurrence over every path of a tree, or over a chain.
+// Run a linear recurrence over chains of any dtype, decay and alignment. Trees run in tree_pass.cu, chains of aligned
+// bfloat16 rows in chain_recurrence.cu.
 //
 // One block per request, value head and slice of 32 values. The slice's state, 32 x key_dim, is in registers: a group
 // of 16 lanes has 4 rows of it, each lane 4 channels out of every 64. The state is read and written once; the pending
-// path is folded into it in registers. Keys and queries of all nodes are in shared memory. A node's products with the
-// state are partial sums in all lanes, which a butterfly distributes so that each lane completes one of them. Pairs of
-// a node and an ancestor, which a list in shared memory names, take a thread each; other pairs are 0. The triangular
-// solve goes by blocks of 16 nodes: all warps subtract what earlier blocks contribute, then one warp solves the block
-// in registers, a lane per value. A chain goes in chunks of kChunkRows rows; each chunk is folded like a
-// pending path before the next one.
+// path is folded into it in registers. A chain goes in chunks of kChunkRows rows; each chunk is folded like a pending
+// path before the next one. Keys and queries of a chunk are in shared memory. A row's products with the state are
+// partial sums in all lanes, which a butterfly distributes so that each lane completes one of them. Pairs of a row and
+// an earlier one, which a list in shared memory names, take a thread each. One warp solves the triangular system in
+// registers, a lane per value.
 //
-// Bytes per value head: 8 * key_dim * value_dim of state, and rows and records, which are a few percent of that per
-// node.
-#include <algorithm>
-#include <string>
-
+// Bytes per value head: 8 * key_dim * value_dim of state, and rows, which are a few percent of that each.
 #include "core/warp.cuh"
-#include "recurrent/block_tree.cuh"
+#include "recurrent/block_path.cuh"
 #include "recurrent/chain_recurrence.h"
 #include "recurrent/tree_pass.h"
 #include "recurrent/tree_recurrence.h"
@@ -27,9 +23,8 @@ constexpr int kThreads = 128, kWarps = kThreads / kWarp;
 constexpr int kValues = 32;    // of a block: one per lane of a warp
 constexpr int kGroup = 16;     // lanes that share rows of the state
 constexpr int kStateRows = 4;  // of a lane
-constexpr int kBlock = 16;     // nodes that are solved together
-constexpr int kWarpNodes = 4;  // of a block, whose sums a warp computes together
-static_assert(kWarps * kWarpNodes == kBlock && kChunkRows == kBlock);
+constexpr int kWarpRows = 4;   // of a chunk, whose sums a warp computes together
+static_assert(kWarps * kWarpRows == kChunkRows);
 static_assert(kThreads / kGroup * kStateRows == kValues && kValues == kWarp);
 
 __device__ __forceinline__ float decay(float later, float earlier) { return expf(fminf(later - earlier, 0.0f)); }
@@ -176,43 +171,20 @@ struct PendingNodes {
   }
 };
 
-// Rows of a tree or chunk in shared memory. Rows of keys are 4 elements longer than a multiple of 64, so that threads
-// with different nodes read from different banks; channels beyond key_dim are 0. Nodes are padded to blocks; the
-// padding has no pairs, and u is 0.
+// Rows of a chunk in shared memory. Rows of keys are 4 elements longer than a multiple of 64, so that threads with
+// different rows read from different banks; channels beyond key_dim are 0. Rows after the last have no pairs, and
+// their u is 0.
 template <int kChunks, bool kByChannel>
 struct SharedRows {
   static constexpr int kStride = 64 * kChunks + 4;
-  static constexpr int kDecays = kByChannel ? kStride : 4;  // a multiple of 4 keeps what follows aligned
 
-  int capacity, padded;
-  float *q, *k;     // [capacity, kStride], normalized
-  float* g;         // [capacity, kStride]; or [2, capacity]: sums along paths, then each row's own
-  float* pairs;     // [padded, padded]: for j < i, e^{G_i - G_j} q_i . k_j at [i, j], beta_i e^{G_i - G_j} k_i . k_j at
-                    // [j, i]; q_i . k_i at [i, i]
-  float *u, *out;   // [padded, kValues]
-  uint64_t* seen;   // [capacity]: nodes that a node sees, itself included
-  float* beta;      // [capacity]
-  int* num_listed;  // of the pairs that exist
-  uint16_t* list;   // [capacity (capacity - 1) / 2]: 64 i + j
-
-  SD_HD static int64_t pad(int64_t n) { return (n + kBlock - 1) / kBlock * kBlock; }
-  static size_t bytes(int64_t n) {
-    const int64_t floats = n * (2 * kStride + kDecays + 1) + pad(n) * (pad(n) + 2 * kValues) + 1;
-    return 8 * n + 4 * floats + n * (n - 1);
-  }
-
-  __device__ SharedRows(void* memory, int n) : capacity(n), padded(static_cast<int>(pad(n))) {
-    q = static_cast<float*>(memory);
-    k = q + n * kStride;
-    pairs = k + n * kStride;
-    u = pairs + padded * padded;
-    out = u + padded * kValues;
-    g = out + padded * kValues;
-    seen = reinterpret_cast<uint64_t*>(g + n * kDecays);
-    beta = reinterpret_cast<float*>(seen + n);
-    num_listed = reinterpret_cast<int*>(beta + n);
-    list = reinterpret_cast<uint16_t*>(num_listed + 1);
-  }
+  float q[kChunkRows * kStride], k[kChunkRows * kStride];  // normalized
+  // For j < i, e^{G_i - G_j} q_i . k_j at [i, j], beta_i e^{G_i - G_j} k_i . k_j at [j, i]; q_i . k_i at [i, i].
+  float pairs[kChunkRows * kChunkRows];
+  float u[kChunkRows * kValues], out[kChunkRows * kValues];
+  float g[kByChannel ? kChunkRows * kStride : 2 * kChunkRows];  // sums along the chunk; not by channel, then each own
+  float beta[kChunkRows];
+  uint16_t list[kChunkRows * (kChunkRows - 1) / 2];  // of pairs, kChunkRows i + j
 
   __device__ float4 four(const float* rows, int i, int d) const {
     return *reinterpret_cast<const float4*>(rows + i * kStride + d);
@@ -221,9 +193,8 @@ struct SharedRows {
     *reinterpret_cast<float4*>(rows + i * kStride + d) = x;
   }
   __device__ float4 four_pairs(int row, int column) const {
-    return *reinterpret_cast<const float4*>(pairs + row * padded + column);
+    return *reinterpret_cast<const float4*>(pairs + row * kChunkRows + column);
   }
-  __device__ uint64_t ancestors(int i) const { return seen[i] & low_bits(i); }
 };
 
 // The rows of a chunk as a path.
@@ -242,7 +213,7 @@ struct ChunkNodes {
 template <int kChunks, bool kByChannel>
 __device__ void clear_pairs(SharedRows<kChunks, kByChannel>& rows) {
   float4* pairs = reinterpret_cast<float4*>(rows.pairs);
-  for (int n = threadIdx.x; n < rows.padded * rows.padded / 4; n += kThreads) pairs[n] = make_float4(0, 0, 0, 0);
+  for (int n = threadIdx.x; n < kChunkRows * kChunkRows / 4; n += kThreads) pairs[n] = make_float4(0, 0, 0, 0);
 }
 
 // Load `count` rows from row `first` of a request on, a warp per row, and clear u of the padding after them; q . k of
@@ -254,7 +225,7 @@ __device__ void load_rows(const TreeRecurrenceParams& p, const Request& request,
   constexpr int kAhead = kParts == 1 ? 4 : 2;  // rows of a warp that are loaded together
   const int width = static_cast<int>(p.layer.key_dim), lane = lane_id();
   const int64_t key_head = p.layer.key_head(slice.h);
-  for (int i = count + warp_id(); i < rows.pad(count); i += kWarps) rows.u[i * kValues + lane] = 0;
+  for (int i = count + warp_id(); i < kChunkRows; i += kWarps) rows.u[i * kValues + lane] = 0;
   for (int base = warp_id(); base < count; base += kWarps * kAhead) {
     float4 q[kAhead][kParts], k[kAhead][kParts];
     float v[kAhead];
@@ -306,10 +277,9 @@ __device__ void load_rows(const TreeRecurrenceParams& p, const Request& request,
       const float beta = p.beta != nullptr ? p.beta[row * p.beta_stride + slice.h] : 1;
       rows.u[i * kValues + lane] = p.delta_rule ? v[a] : beta * v[a];
       if (lane != 0) continue;
-      rows.pairs[i * rows.padded + i] = both;
-      rows.seen[i] = p.rows.mask != nullptr ? mask_word(p.rows, request, i) : low_bits(i + 1);
+      rows.pairs[i * kChunkRows + i] = both;
       rows.beta[i] = beta;
-      if (!kByChannel) rows.g[rows.capacity + i] = p.g[row * p.g_strides.row + slice.h * p.g_strides.head];
+      if (!kByChannel) rows.g[kChunkRows + i] = p.g[row * p.g_strides.row + slice.h * p.g_strides.head];
     }
   }
 }
@@ -333,40 +303,32 @@ __device__ void prefetch_rows(const TreeRecurrenceParams& p, const Request& requ
     prefetch(static_cast<const T*>(p.v) + row * p.v_strides.row + slice.h * p.v_strides.head + slice.first_value);
 }
 
-// Sum the decays along all paths.
+// Sum the decays along the chunk.
 template <int kChunks, bool kByChannel>
 __device__ void sum_decays(SharedRows<kChunks, kByChannel>& rows, int count) {
   if (kByChannel) {
     for (int d = threadIdx.x; d < 64 * kChunks; d += kThreads)
-      for (int i = 0; i < count; ++i) {
-        const uint64_t ancestors = rows.ancestors(i);
-        if (ancestors != 0) rows.g[i * rows.kStride + d] += rows.g[highest_bit(ancestors) * rows.kStride + d];
-      }
+      for (int i = 1; i < count; ++i) rows.g[i * rows.kStride + d] += rows.g[(i - 1) * rows.kStride + d];
   } else if (static_cast<int>(threadIdx.x) < count) {
     float sum = 0;
-    for (uint64_t left = rows.seen[threadIdx.x]; left != 0; left &= left - 1)
-      sum += rows.g[rows.capacity + __ffsll(static_cast<long long>(left)) - 1];
+    for (int i = 0; i <= static_cast<int>(threadIdx.x); ++i) sum += rows.g[kChunkRows + i];
     rows.g[threadIdx.x] = sum;
   }
 }
 
-// List the pairs of nodes and ancestors, in the order of nodes. All chunks of a chain have the same list; the last one
-// needs a part of it.
+// List the pairs of rows and earlier ones, in the order of rows. All chunks have the same list; the last one needs a
+// part of it.
 template <int kChunks, bool kByChannel>
 __device__ void list_pairs(SharedRows<kChunks, kByChannel>& rows, int count) {
-  const int node = static_cast<int>(threadIdx.x);
-  if (node >= count) return;
-  int at = 0;
-  for (int i = 0; i < node; ++i) at += count_bits(rows.ancestors(i));
-  for (uint64_t left = rows.ancestors(node); left != 0; left &= left - 1)
-    rows.list[at++] = static_cast<uint16_t>(64 * node + __ffsll(static_cast<long long>(left)) - 1);
-  if (node == count - 1) *rows.num_listed = at;
+  const int i = static_cast<int>(threadIdx.x);
+  if (i >= count) return;
+  for (int j = 0; j < i; ++j) rows.list[i * (i - 1) / 2 + j] = static_cast<uint16_t>(kChunkRows * i + j);
 }
 
 template <int kChunks, bool kByChannel>
 __device__ void multiply_pairs(SharedRows<kChunks, kByChannel>& rows, int num_listed) {
   for (int n = threadIdx.x; n < num_listed; n += kThreads) {
-    const int i = rows.list[n] / 64, j = rows.list[n] % 64;
+    const int i = rows.list[n] / kChunkRows, j = rows.list[n] % kChunkRows;
     float kk = 0, qk = 0;
 #pragma unroll 4
     for (int d = 0; d < 64 * kChunks; d += 4) {
@@ -376,8 +338,8 @@ __device__ void multiply_pairs(SharedRows<kChunks, kByChannel>& rows, int num_li
       qk += dot(rows.four(rows.q, i, d), earlier);
     }
     const float weight = kByChannel ? 1 : decay(rows.g[i], rows.g[j]);
-    rows.pairs[i * rows.padded + j] = weight * qk;
-    rows.pairs[j * rows.padded + i] = rows.beta[i] * weight * kk;
+    rows.pairs[i * kChunkRows + j] = weight * qk;
+    rows.pairs[j * kChunkRows + i] = rows.beta[i] * weight * kk;
   }
 }
 
@@ -444,101 +406,64 @@ __device__ void multiply_state(const StateTile<kChunks>& state, SharedRows<kChun
   }
 }
 
-// Subtract the ancestors' parts of u, parents first; called by the whole block.
+// Subtract earlier rows' parts of u, in the order of rows; called by the whole block.
 template <int kChunks, bool kByChannel>
-__device__ void solve(SharedRows<kChunks, kByChannel>& rows, int count) {
+__device__ void solve(SharedRows<kChunks, kByChannel>& rows) {
   const int lane = lane_id();
-  for (int first = 0; first < count; first += kBlock) {
-    if (first > 0) {  // each warp: what earlier blocks contribute to 4 nodes
-      const int node = first + kWarpNodes * warp_id();
-      float sums[kWarpNodes] = {};
-#pragma unroll 4
-      for (int j = 0; j < first; ++j) {
-        const float4 factors = rows.four_pairs(j, node);
-        const float u = rows.u[j * kValues + lane];
-        sums[0] += factors.x * u;
-        sums[1] += factors.y * u;
-        sums[2] += factors.z * u;
-        sums[3] += factors.w * u;
+  if (warp_id() == 0) {
+    float u[kChunkRows];
+#pragma unroll
+    for (int i = 0; i < kChunkRows; ++i) u[i] = rows.u[i * kValues + lane];
+#pragma unroll
+    for (int j = 0; j < kChunkRows - 1; ++j) {
+#pragma unroll
+      for (int i = j / 4 * 4; i < kChunkRows; i += 4) {
+        const float4 factors = rows.four_pairs(j, i);
+        if (i > j) u[i] -= factors.x * u[j];
+        if (i + 1 > j) u[i + 1] -= factors.y * u[j];
+        if (i + 2 > j) u[i + 2] -= factors.z * u[j];
+        if (i + 3 > j) u[i + 3] -= factors.w * u[j];
       }
-#pragma unroll
-      for (int n = 0; n < kWarpNodes; ++n) rows.u[(node + n) * kValues + lane] -= sums[n];
-      __syncthreads();
     }
-    if (warp_id() == 0) {
-      float u[kBlock];
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i) u[i] = rows.u[(first + i) * kValues + lane];
-#pragma unroll
-      for (int j = 0; j < kBlock - 1; ++j) {
-#pragma unroll
-        for (int i = j / 4 * 4; i < kBlock; i += 4) {
-          const float4 factors = rows.four_pairs(first + j, first + i);
-          if (i > j) u[i] -= factors.x * u[j];
-          if (i + 1 > j) u[i + 1] -= factors.y * u[j];
-          if (i + 2 > j) u[i + 2] -= factors.z * u[j];
-          if (i + 3 > j) u[i + 3] -= factors.w * u[j];
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) rows.u[(first + i) * kValues + lane] = u[i];
-    }
-    __syncthreads();
+    for (int i = 0; i < kChunkRows; ++i) rows.u[i * kValues + lane] = u[i];
   }
+  __syncthreads();
 }
 
-// Write the outputs and the records of the rows.
+// Write the outputs of the rows.
 template <class T, int kChunks, bool kByChannel>
 __device__ void write_rows(const TreeRecurrenceParams& p, const Request& request, const Slice& slice,
                            const SharedRows<kChunks, kByChannel>& rows, int first, int count) {
-  const RecurrentLayer& layer = p.layer;
-  const int lane = lane_id(), width = static_cast<int>(layer.key_dim);
-  const bool records = p.rows.mask != nullptr;
-  const bool of_key_head = slice.first_value == 0 && slice.h % (layer.value_heads / layer.key_heads) == 0;
-  const int64_t first_of_slot = first_record(p.pending, 1 - request.path.buffer, request.path.slot);
-  for (int node = kWarpNodes * warp_id(); node < count; node += kBlock) {
-    float out[kWarpNodes];
+  const int lane = lane_id(), begin = kWarpRows * warp_id();
+  if (begin >= count) return;
+  float out[kWarpRows];
 #pragma unroll
-    for (int n = 0; n < kWarpNodes; ++n) out[n] = rows.out[(node + n) * kValues + lane];
+  for (int n = 0; n < kWarpRows; ++n) out[n] = rows.out[(begin + n) * kValues + lane];
 #pragma unroll 2
-    for (int j = 0; j <= node; j += 4) {
-      float u[4];
+  for (int j = 0; j <= begin; j += 4) {
+    float u[4];
 #pragma unroll
-      for (int m = 0; m < 4; ++m) u[m] = rows.u[(j + m) * kValues + lane];
+    for (int m = 0; m < 4; ++m) u[m] = rows.u[(j + m) * kValues + lane];
 #pragma unroll
-      for (int n = 0; n < kWarpNodes; ++n) {
-        float4 factors = rows.four_pairs(node + n, j);
-        if (j == node) {  // on the diagonal: what follows it is another triangle
-          if (n < 1) factors.y = 0;
-          if (n < 2) factors.z = 0;
-          if (n < 3) factors.w = 0;
-        }
-        out[n] += factors.x * u[0] + factors.y * u[1] + factors.z * u[2] + factors.w * u[3];
+    for (int n = 0; n < kWarpRows; ++n) {
+      float4 factors = rows.four_pairs(begin + n, j);
+      if (j == begin) {  // on the diagonal: what follows it is another triangle
+        if (n < 1) factors.y = 0;
+        if (n < 2) factors.z = 0;
+        if (n < 3) factors.w = 0;
       }
+      out[n] += factors.x * u[0] + factors.y * u[1] + factors.z * u[2] + factors.w * u[3];
     }
+  }
 #pragma unroll
-    for (int n = 0; n < kWarpNodes; ++n) {
-      const int i = node + n;
-      if (i >= count) break;
-      const int64_t row = request.first + first + i, record = first_of_slot + i;
-      if (lane < slice.num_values) {
-        T* to = static_cast<T*>(p.out) + row * p.out_strides.row + slice.h * p.out_strides.head;
-        to[slice.first_value + lane] = from_float<T>(out[n]);
-        if (records)
-          layer.u_records[layer.u_start(record, slice.h) + slice.first_value + lane] = rows.u[i * kValues + lane];
-      }
-      if (records && of_key_head)
-        for (int d = lane; d < width; d += kWarp)
-          layer.k_records[layer.k_start(record, slice.h) + d] = rows.k[i * rows.kStride + d];
-      if (records && slice.first_value == 0) {
-        float* g = layer.g_records + layer.g_start(record, slice.h);
-        if (kByChannel) {
-          for (int d = lane; d < width; d += kWarp) g[d] = rows.g[i * rows.kStride + d];
-        } else if (lane == 0) {
-          g[0] = rows.g[i];
-        }
-      }
-    }
+  for (int n = 0; n < kWarpRows; ++n) {
+    const int i = begin + n;
+    if (i >= count) break;
+    if (lane >= slice.num_values) continue;
+    const int64_t row = request.first + first + i;
+    T* to = static_cast<T*>(p.out) + row * p.out_strides.row + slice.h * p.out_strides.head;
+    to[slice.first_value + lane] = from_float<T>(out[n]);
   }
 }
 
@@ -566,28 +491,26 @@ __device__ void zero_rows(const TreeRecurrenceParams& p, const Request& request,
 
 template <class T, int kChunks, bool kByChannel, bool kDelta>
 __global__ void __launch_bounds__(kThreads, kChunks == 4 ? 2 : 3)
-    tree_recurrence_kernel(TreeRecurrenceParams p, unsigned slices, int capacity) {
+    chain_kernel(TreeRecurrenceParams p, unsigned slices) {
   begin_kernel();
   extern __shared__ float4 shared[];
   int64_t b;
   const Slice slice = slice_of_block(p.layer, slices, b);
   const Request request = load_request(p.pending, p.rows, b);
   const PendingPath& path = request.path;
-  const bool is_tree = p.rows.mask != nullptr;
-  SharedRows<kChunks, kByChannel> rows(shared, capacity);
-  const int rows_at_once = is_tree ? request.rows : kChunkRows;
+  auto& rows = *reinterpret_cast<SharedRows<kChunks, kByChannel>*>(shared);
   StateTile<kChunks> state;
-  if (path.slot >= 0 && path.bits == 0) {  // load while the path and the mask are checked
+  if (path.slot >= 0 && path.bits == 0) {  // load while the path is checked
     if (request.is_fresh)
       state.clear();
     else
       state.load(p.layer, slice, path.slot, p.aligned_state);
     clear_pairs(rows);
     __syncthreads();  // before load_rows writes the diagonal
-    load_rows<T>(p, request, slice, rows, 0, min(rows_at_once, request.rows));
+    load_rows<T>(p, request, slice, rows, 0, min(kChunkRows, request.rows));
   }
   // The vote is a barrier: the rows are loaded.
-  const bool is_bad = is_bad_tree(p.pending, &p.rows, path, &request, static_cast<int>(threadIdx.x));
+  const bool is_bad = is_bad_path(p.pending, path, static_cast<int>(threadIdx.x));
   const int32_t bits = path.bits | (is_bad ? kBadTree : 0);
   if (path.slot < 0 || bits) {
     if (bits && slice.h == 0 && slice.first_value == 0 && threadIdx.x == 0)
@@ -599,23 +522,21 @@ __global__ void __launch_bounds__(kThreads, kChunks == 4 ? 2 : 3)
   const PendingNodes nodes{p.layer, slice, first_record(p.pending, path.buffer, path.slot), path.nodes,
                            p.aligned_state};
   state.template fold<kByChannel>(path.count, nodes);
-  if (is_tree) state.store(p.layer, slice, path.slot, p.aligned_state);
-  for (int first = 0; first < request.rows; first += rows_at_once) {
-    const int count = min(rows_at_once, request.rows - first);
+  for (int first = 0; first < request.rows; first += kChunkRows) {
+    const int count = min(kChunkRows, request.rows - first);
     if (first > 0) {
       load_rows<T>(p, request, slice, rows, first, count);
       __syncthreads();  // the rows are loaded
     }
-    if (!is_tree) prefetch_rows<T>(p, request, slice, first + count, min(kChunkRows, request.rows - first - count));
+    prefetch_rows<T>(p, request, slice, first + count, min(kChunkRows, request.rows - first - count));
     sum_decays(rows, count);
     if (first == 0) list_pairs(rows, count);
     __syncthreads();  // sums and list are complete
-    multiply_pairs(rows, is_tree ? *rows.num_listed : count * (count - 1) / 2);
+    multiply_pairs(rows, count * (count - 1) / 2);
     multiply_state<kChunks, kByChannel, kDelta>(state, rows, slice, count, p.delta_rule);
     __syncthreads();  // all products are complete
-    if (p.delta_rule) solve(rows, count);
+    if (p.delta_rule) solve(rows);
     write_rows<T>(p, request, slice, rows, first, count);
-    if (is_tree) return;
     state.template fold<kByChannel>(count, ChunkNodes<kChunks, kByChannel>{rows, slice});
     __syncthreads();  // before the next rows overwrite these
   }
@@ -628,7 +549,7 @@ __global__ void __launch_bounds__(kThreads) commit_recurrence_kernel(CommitRecur
   int64_t b;
   const Slice slice = slice_of_block(p.layer, slices, b);
   const PendingPath path = load_pending(p.pending, b);
-  const bool is_bad = is_bad_tree(p.pending, nullptr, path, nullptr, static_cast<int>(threadIdx.x));
+  const bool is_bad = is_bad_path(p.pending, path, static_cast<int>(threadIdx.x));
   const int32_t bits = path.bits | (is_bad ? kBadTree : 0);
   if (path.slot < 0) return;
   if (bits && slice.h == 0 && slice.first_value == 0 && threadIdx.x == 0) set_status(p.pending.status, path.slot, bits);
@@ -654,22 +575,13 @@ void with_chunks(int64_t key_dim, F&& f) {
 template <class T, int kChunks, bool kByChannel, bool kDelta>
 void launch_recurrence(const TreeRecurrenceParams& p, unsigned slices, Stream stream) {
   const char* op = "tree_recurrence";
-  const auto kernel = tree_recurrence_kernel<T, kChunks, kByChannel, kDelta>;
-  using Rows = SharedRows<kChunks, kByChannel>;
-  const int64_t capacity = p.rows.mask ? std::min(p.pending.record_nodes, p.rows.rows) : int64_t{kChunkRows};
-  const size_t bytes = Rows::bytes(capacity), most = current_device(op).shared_bytes_per_block;
-  if (bytes > most) {
-    int64_t fits = capacity;
-    while (Rows::bytes(fits) > most) --fits;
-    throw ValueError(std::string(op) + ": num_nodes is " + std::to_string(capacity) + ", expected " +
-                     std::to_string(fits) + " or less for key_dim=" + std::to_string(p.layer.key_dim) + " on this GPU");
-  }
+  const auto kernel = chain_kernel<T, kChunks, kByChannel, kDelta>;
+  const size_t bytes = sizeof(SharedRows<kChunks, kByChannel>);
   if (bytes > 48 * 1024)
     SD_CUDA_CHECK(op,
                   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   const unsigned grid = grid_x(op, (p.pending.batch + 1) * p.layer.value_heads * slices);
-  launch(op, kernel, {.grid = grid, .threads = kThreads, .shared_bytes = bytes}, stream, p, slices,
-         static_cast<int>(capacity));
+  launch(op, kernel, {.grid = grid, .threads = kThreads, .shared_bytes = bytes}, stream, p, slices);
 }
 
 unsigned slices_of(const RecurrentLayer& layer) {
