@@ -103,9 +103,9 @@ __device__ void transition_dot(const ExpandTrellisParams& p, int64_t b, int d, i
   const T* successor = successor_row<T>(p, b, d, c);
   const T* gate = gate_row<T>(p, b, d);
   float sum = 0;
-  if (predecessor && successor) {
+  if (successor) {  // a factor that is not finite counts after a missing predecessor, too
     for (int64_t i = lane_id(); i < p.rank; i += kWarp) {
-      float x = to_float(predecessor[i]);
+      float x = predecessor ? to_float(predecessor[i]) : 0.0f;
       if (gate) x = to_float(from_float<T>(mul(x, to_float(gate[i]))));
       sum = fused(x, to_float(successor[i]), sum);
     }
