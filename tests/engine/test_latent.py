@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,8 +13,7 @@ import pytest
 import torch
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone
-from specdec_kernels.models.backends import native
-from specdec_kernels.models.kv_pools import LatentLayout, has_latent_kernels
+from specdec_kernels.models.kv_pools import LatentLayout
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import exhaustive
 from support.hybrid_cases import greedy_alone
@@ -33,8 +31,6 @@ ROW = 32 + 16  # elements of a latent row
 
 
 def make_engine(module: Any, draft: Draft | None, device: torch.device, **changes: Any) -> Engine:
-    if not has_latent_kernels(device):
-        pytest.skip("latent attention runs on CPUs alone")
     return Engine(deepcopy(module), draft=draft, device=device, **(OPTIONS | changes))
 
 
@@ -114,7 +110,7 @@ def test_requests_of_all_kinds_end_as_they_do_alone(case: str, device: torch.dev
     ]
     comparison = Comparison(module)
     for prefix_cache in (False, True):
-        options = {"adaptive": True, "page_size": 4, "num_pages": 36, "max_len": 112, "num_slots": 5}
+        options = {"adaptive": True, "page_size": 4, "num_pages": 31, "max_len": 112, "num_slots": 5}
         with make_engine(module, Ngram(num_nodes=8), device, prefix_cache=prefix_cache, **options) as engine:
             outputs = engine.generate([texts[index] for index in chosen], params)
             stats = engine.stats()
@@ -190,22 +186,6 @@ def test_rows_of_8_bits_are_within_their_rounding(device: torch.device) -> None:
     assert texts[0] == texts[1]
     torch.testing.assert_close(torch.tensor(scores[0]), torch.tensor(scores[2]), rtol=0, atol=0.5)
     assert scores[0] != scores[2]
-
-
-def test_devices_without_kernels_run_the_module_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, cpu = module_of("glm4_moe_lite"), torch.device("cpu")
-    monkeypatch.setattr(native, "has_latent_kernels", lambda device: False)
-    refusal = (
-        "model: glm4_moe_lite has latent attention, which our layers run on CPUs alone, expected a CPU (device is cpu)"
-    )
-    with pytest.raises(ValueError) as error:
-        make_engine(module, None, cpu)
-    assert str(error.value) == refusal
-    with pytest.warns(RuntimeWarning, match=re.escape(refusal)):
-        engine = make_engine(module, None, cpu, implementation="auto")
-    with engine:
-        outputs = engine.generate(prompts_of()[:2], GREEDY)
-    assert [list(output.tokens) for output in outputs] == texts_of("glm4_moe_lite")[:2]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
-from specdec_kernels.models.kv_pools import has_latent_kernels
 from specdec_kernels.models.weights.mtp_layouts import ERNIE, NEXTN, QWEN, MtpLayout
 from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance, mean_accept_length
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
@@ -281,8 +280,6 @@ def test_rounds_accept_the_same_at_any_batch_size(
     name: str, options: dict[str, Any], step: int, tmp_path: Path, device: torch.device
 ) -> None:
     """Rounds of 1 to 17 requests, padded to 17 and on a GPU captured, accept what rounds of their size accept."""
-    if name == "latent experts" and not has_latent_kernels(device):
-        pytest.skip("latent attention runs on CPUs alone")
     text = write_synthetic(tmp_path / "target", name)
     prompts = [text.tokens(7 * i, 3 + i) for i in range(17)]
     defaults = {"num_slots": 17, "device": device, "max_len": 64}

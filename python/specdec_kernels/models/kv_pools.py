@@ -162,11 +162,6 @@ class LatentLayout(KvLayout):
         move_kv(*halves(pools[0]), page_table, path, num_valid, prefix_lens, slots=slots, status=status)
 
 
-def has_latent_kernels(device: torch.device) -> bool:
-    """Return whether latent layouts run on a device: on GPUs not until the kernels of their op have run there."""
-    return device.type == "cpu"
-
-
 def halves(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return both halves of rows [..., dim], for ops that take keys and values."""
     left, right = rows.chunk(2, dim=-1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ..families import Decoder, Family, family_of
-from ..kv_pools import KvLayout, KvPools, has_latent_kernels
+from ..kv_pools import KvLayout, KvPools
 from ..language_model import Prefilled, States
 from ..layers.mixer import Mixer, attach_caches, kv_layouts_of, mixers_of, state_specs_of
 from ..layers.outputs import LayerOutput, select_rows
@@ -76,11 +76,6 @@ class CausalLM(PagedModel):
         whole_config = config_of(model, options.name)
         self._config = options.shard.config(whole_config, options.name)
         family = check_supported(self._config, options.max_len, options.name)
-        if family.latent_row and not has_latent_kernels(options.device):
-            raise ModuleMismatchError(
-                f"{options.name}: {whole_config.model_type} has latent attention, which our layers run on CPUs alone, "
-                f"expected a CPU (device is {options.device})"
-            )
         if options.shard.size > 1 and family.state_specs(options.dtype):
             raise ValueError(
                 f"{options.name}: shard is {options.shard}, expected the whole of a {whole_config.model_type} "

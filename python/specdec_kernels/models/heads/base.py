@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from ..families import head_dim_of, window_of
 from ..families.latent import latent_attention
 from ..families.llama import gated_mlp
-from ..kv_pools import KvPools, LatentLayout, has_latent_kernels
+from ..kv_pools import KvPools
 from ..language_model import LanguageModel
 from ..layers.attention import Attention
 from ..layers.decoder_layer import Layer
@@ -191,8 +191,6 @@ class DraftHead(nn.Module):
         self._of_target = {name for name, own in self._named() if id(own) in of_target}
         self._parts = self._make_parts()
         layouts = kv_layouts_of(mixers_of(self._parts.layers))
-        if any(isinstance(layout, LatentLayout) for layout in layouts) and not has_latent_kernels(weight.device):
-            raise ValueError(f"{self.name} head: it has latent attention, expected a CPU (device is {weight.device})")
         self._hold(KvPools.allocate(layouts, num_pages, page_size, weight.dtype, weight.device))
 
     def _place(self, dtype: torch.dtype, device: torch.device) -> None:
