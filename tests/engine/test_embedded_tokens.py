@@ -32,10 +32,11 @@ class Foreign(Draft):
         return Needs(num_nodes=3, accept_width=3)
 
     def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
-        chain = torch.tensor([[5, 6]], dtype=torch.int32, device=slots.device)
+        steps = torch.arange(2, dtype=torch.int32, device=slots.device)[None]  # copied from no host tensor: captured
+        chain = 5 + steps
         tokens = torch.where((slots == 0)[:, None], self.token, chain)
-        parents = torch.tensor([[-1, 0]], dtype=torch.int32, device=slots.device).expand_as(tokens).contiguous()
-        scores = torch.tensor([[-0.1, -0.2]], device=slots.device).expand_as(tokens).contiguous()
+        parents = (steps - 1).expand_as(tokens).contiguous()
+        scores = (-0.1 * (1 + steps)).expand_as(tokens).contiguous()
         return Proposal(Candidates(tokens, parents, scores))
 
 
