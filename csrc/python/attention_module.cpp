@@ -51,7 +51,7 @@ py::dict attention_plan(int64_t batch, int64_t q_rows, int64_t q_heads, int64_t 
                       .shared_bytes_per_sm = shared_bytes_per_sm};
   const AttentionPlan plan = plan_attention(check, shape, max_kv_len, device, name);
   std::string variant = "plain";
-  for (const KernelVariant& each : kernel_variants())
+  for (const attention::KernelVariant& each : attention::kernel_variants())
     if (each.runs(plan, shape)) variant = to_string(each);
   return py::dict("name"_a = to_string(plan), "variant"_a = variant, "tile_rows"_a = plan.tile_rows,
                   "tile_tokens"_a = plan.tile_tokens, "row_tiles"_a = plan.row_tiles,
@@ -75,7 +75,7 @@ py::dict current_gpu() {
 
 std::vector<std::string> attention_variants() {
   std::vector<std::string> names{"plain"};
-  for (const KernelVariant& each : kernel_variants()) names.push_back(to_string(each));
+  for (const attention::KernelVariant& each : attention::kernel_variants()) names.push_back(to_string(each));
   return names;
 }
 

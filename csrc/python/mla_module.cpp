@@ -51,7 +51,7 @@ py::dict mla_plan(int64_t batch, int64_t q_rows, int64_t q_heads, int64_t latent
                       .shared_bytes_per_sm = shared_bytes_per_sm};
   const MlaPlan plan = plan_mla(check, shape, max_kv_len, device, name);
   std::string variant = "plain";
-  for (const KernelVariant& each : kernel_variants())
+  for (const mla::KernelVariant& each : mla::kernel_variants())
     if (each.runs(plan, shape)) variant = to_string(each);
   return py::dict("name"_a = to_string(plan), "variant"_a = variant, "tile_rows"_a = plan.tile_rows,
                   "tile_tokens"_a = plan.tile_tokens, "splits"_a = plan.splits, "row_tiles"_a = plan.row_tiles,
@@ -61,7 +61,7 @@ py::dict mla_plan(int64_t batch, int64_t q_rows, int64_t q_heads, int64_t latent
 
 std::vector<std::string> mla_variants() {
   std::vector<std::string> names{"plain"};
-  for (const KernelVariant& each : kernel_variants()) names.push_back(to_string(each));
+  for (const mla::KernelVariant& each : mla::kernel_variants()) names.push_back(to_string(each));
   return names;
 }
 
