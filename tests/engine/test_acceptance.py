@@ -99,12 +99,13 @@ def chain_length(chances: Tensor, drafts: int) -> float:
 def test_chains_accept_what_was_published(domain: str, drafter: str) -> None:
     chances = log_chances(domain, drafter)
     rates = PublishedAcceptance(domain, drafter).rates
-    rounds = torch.tensor(rounds_of(emitted_by_chains(chances, 7), 0, TEXT))
-    assert rounds.double().mean() == pytest.approx(PUBLISHED[domain][drafter], abs=0.05)
+    rounds = torch.tensor(rounds_of(emitted_by_chains(chances, len(rates)), 0, TEXT))
+    if drafter in PUBLISHED[domain]:
+        assert rounds.double().mean() == pytest.approx(PUBLISHED[domain][drafter], abs=0.05)
     assert rounds.double().mean() == pytest.approx(mean_accept_length(rates), abs=0.02)
     for k, rate in enumerate(rates, 1):
         assert ((rounds > k).sum() / (rounds >= k).sum()).item() == pytest.approx(rate, abs=0.015), k
-    for drafts in (3, 5):
+    for drafts in (3, min(5, len(rates))):
         assert chain_length(chances, drafts) == pytest.approx(mean_accept_length(rates[:drafts]), abs=0.13)
     for drafts, published in zip((3, 7, 11, 15), BY_LENGTH.get((domain, drafter), ()), strict=False):
         assert chain_length(chances, drafts) == pytest.approx(published, abs=0.2)
@@ -116,7 +117,8 @@ def test_trees_of_as_many_nodes_lose_little_and_wider_ones_gain(domain: str, dra
     chances = log_chances(domain, drafter, 4000)
     tree = mean(rounds_of(emitted(chances, 7, 4, 8), 0, 4000))
     assert tree >= chain_length(chances, 7) - 0.35
-    assert mean(rounds_of(emitted(chances, 5, 10, 32), 0, 4000)) > chain_length(chances, 5) + 0.4
+    chain_of_5 = chain_length(chances, 5)
+    assert mean(rounds_of(emitted(chances, 5, 10, 32), 0, 4000)) > chain_of_5 + min(0.4, 0.3 * (6 - chain_of_5))
 
 
 @every_domain
@@ -160,7 +162,7 @@ def test_acceptance_falls_with_the_context() -> None:
     ("arguments", "message"),
     [
         (("poetry",), "PublishedAcceptance: domain is 'poetry', expected one of chat, code, math"),
-        (("chat", "medusa"), "PublishedAcceptance: drafter is 'medusa', expected one of eagle3, dflash, dspark"),
+        (("chat", "medusa"), "PublishedAcceptance: drafter is 'medusa', expected one of eagle3, dflash, dspark, mtp"),
     ],
 )
 def test_unknown_names_are_refused(arguments: tuple[str, ...], message: str) -> None:

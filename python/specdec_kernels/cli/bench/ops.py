@@ -31,6 +31,7 @@ NUMBERS = {
     "heads": "query heads over latent rows",
     "rows": "rows; of rope_qkv_write_kv and write_kv per request",
     "width": "elements of a row",
+    "q_width": "elements of a row before the latent ones",
     "outs": "output elements of a row of a linear layer",
     "experts": "experts of a layer",
     "top_k": "experts per token",
