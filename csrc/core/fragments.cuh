@@ -14,7 +14,12 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row
   cute::SM75_U32x4_LDSM_N::copy(*static_cast<const cute::uint128_t*>(row), to[0], to[1], to[2], to[3]);
 }
 
-// The same for the transposed matrices: a lane receives elements lane / 4 of rows 2 (lane % 4) and the next.
+// The same for two matrices, and lanes 0 to 15.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[2], const void* row) {
+  cute::SM75_U32x2_LDSM_N::copy(*static_cast<const cute::uint128_t*>(row), to[0], to[1]);
+}
+
+// As for four matrices, for the transposed ones: a lane receives elements lane / 4 of rows 2 (lane % 4) and the next.
 __device__ __forceinline__ void load_transposed_matrices(uint32_t (&to)[4], const void* row) {
   cute::SM75_U16x8_LDSM_T::copy(*static_cast<const cute::uint128_t*>(row), to[0], to[1], to[2], to[3]);
 }

@@ -157,7 +157,7 @@ struct Preparer {
     commit_copies();
   }
 
-  // Return the sum of squares of a row of which 4 lanes have a quarter each, in all of them.
+  // Return the sum of squares of a row. Each of 4 lanes has a quarter of it, and all receive the sum.
   __device__ static float square_sum(const BFloat16* row) {
     float sum = 0;
 #pragma unroll

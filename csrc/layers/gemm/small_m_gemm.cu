@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) small_m_gemm_kernel(SmallMGe
       }
       reading.advance();
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
   };
 #pragma unroll 1
   for (int stage = 0; stage < kDepth - 1; ++stage) fetch(stage);
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, 1) small_m_gemm_kernel(SmallMGe
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         if (i >= count) break;
-        asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 2) : "memory");
+        wait_for_copies<kDepth - 2>();
         __syncwarp();
         const unsigned char* const from = ring + stage * kSliceBytes + row * 128;
         uint4 a[2][2];

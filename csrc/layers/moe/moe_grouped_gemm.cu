@@ -180,7 +180,7 @@ class Ring {
         begin_item();
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    commit_copies();
   }
 
  private:
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
             x_scale[n][e] = kIsFloat8<X> ? p.x_scales[group * p.x_scales_stride + row] : 1;
           }
         }
-        asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 2) : "memory");
+        wait_for_copies<kDepth - 2>();
         __syncwarp();
         const unsigned char* const from = stages + stage * kSliceBytes + lane / 4 * kSlice;
         uint4 a[2][2];

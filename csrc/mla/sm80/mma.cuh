@@ -10,9 +10,8 @@
 // the latent rows of a request once per row tile, most of it out of the L2 if there are several.
 #pragma once
 
-#include <cute/arch/copy_sm75.hpp>
-
 #include "attention/common/merge.cuh"
+#include "core/fragments.cuh"
 #include "core/mma.cuh"
 #include "mla/kernels.h"
 #include "mla/work_item.cuh"
@@ -25,17 +24,8 @@ __device__ __forceinline__ int tile_offset(int row, int piece) {
   return row * static_cast<int>(kMaxWidth) * 2 + ((piece ^ (row & 7)) << 4);
 }
 
-__device__ __forceinline__ const cute::uint128_t& piece_at(const void* base, int offset) {
-  return *reinterpret_cast<const cute::uint128_t*>(static_cast<const char*>(base) + offset);
-}
-__device__ __forceinline__ void load_matrices(const cute::uint128_t& from, uint32_t (&to)[4]) {
-  cute::SM75_U32x4_LDSM_N::copy(from, to[0], to[1], to[2], to[3]);
-}
-__device__ __forceinline__ void load_matrices(const cute::uint128_t& from, uint32_t (&to)[2]) {
-  cute::SM75_U32x2_LDSM_N::copy(from, to[0], to[1]);
-}
-__device__ __forceinline__ void load_matrices_transposed(const cute::uint128_t& from, uint32_t (&to)[4]) {
-  cute::SM75_U16x8_LDSM_T::copy(from, to[0], to[1], to[2], to[3]);
+__device__ __forceinline__ const void* piece_at(const void* base, int offset) {
+  return static_cast<const char*>(base) + offset;
 }
 
 // The splits of an item's KV: split s covers KV rows [begin(s), end(s)).
@@ -312,15 +302,15 @@ class MlaMma {
 #pragma unroll 4
       for (int k = 0; k < steps; ++k) {
         uint32_t a[4];
-        load_matrices(piece_at(s.q, tile_offset(q_row, 2 * k + q_piece)), a);
+        load_matrices(a, piece_at(s.q, tile_offset(q_row, 2 * k + q_piece)));
         if constexpr (kMyTokens == 8) {
           uint32_t b[2];
-          load_matrices(piece_at(tile, tile_offset(token, 2 * k + k_piece)), b);
+          load_matrices(b, piece_at(tile, tile_offset(token, 2 * k + k_piece)));
           specdec::mma<T>(scores[0], a, b[0], b[1]);
         } else {
           static_assert(kMyTokens <= 16);
           uint32_t b[4];
-          load_matrices(piece_at(tile, tile_offset(token, 2 * k + k_piece)), b);
+          load_matrices(b, piece_at(tile, tile_offset(token, 2 * k + k_piece)));
           specdec::mma<T>(scores[0], a, b[0], b[1]);
           specdec::mma<T>(scores[1], a, b[2], b[3]);
         }
@@ -397,14 +387,13 @@ class MlaMma {
 #pragma unroll
       for (int k = 0; k < kTokens / 16; ++k) {
         uint32_t a[4];
-        load_matrices(piece_at(s.weights, ((group * 16 + lane % 16) * kWeightStride + 16 * k + lane / 16 * 8) *
-                                              static_cast<int>(sizeof(T))),
-                      a);
+        load_matrices(a, piece_at(s.weights, ((group * 16 + lane % 16) * kWeightStride + 16 * k + lane / 16 * 8) *
+                                                 static_cast<int>(sizeof(T))));
 #pragma unroll
         for (int n = 0; n < kMyColumns / 16; ++n) {
           if (first_column + 16 * n >= latent) continue;  // warp-uniform
           uint32_t b[4];
-          load_matrices_transposed(piece_at(tile, tile_offset(16 * k + token, piece + 2 * n)), b);
+          load_transposed_matrices(b, piece_at(tile, tile_offset(16 * k + token, piece + 2 * n)));
           specdec::mma<T>(out[2 * n], a, b[0], b[1]);
           specdec::mma<T>(out[2 * n + 1], a, b[2], b[3]);
         }
