@@ -54,6 +54,9 @@ class KvLayout(ABC):
         """
 
     @abstractmethod
+    def keys_and_values(self, pools: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the pools of one layer or of several as the two that ops on rows take."""
+
     def move(
         self,
         pools: Sequence[Tensor],
@@ -66,6 +69,8 @@ class KvLayout(ABC):
         status: Tensor,
     ) -> None:
         """Compact the rows of accepted paths in pools [layers, pages, page_size, heads, dim], as `move_kv` does."""
+        keys, values = self.keys_and_values(pools)
+        move_kv(keys, values, page_table, path, num_valid, prefix_lens, slots=slots, status=status)
 
 
 @dataclass(frozen=True)
@@ -100,19 +105,9 @@ class KeyValueLayout(KvLayout):
         out: Tensor = tree_attention(q, *kv.pools, k_scale=kv.scales[0], v_scale=kv.scales[1], **batch)
         return out
 
-    def move(
-        self,
-        pools: Sequence[Tensor],
-        page_table: Tensor,
-        path: Tensor,
-        num_valid: Tensor,
-        prefix_lens: Tensor,
-        *,
-        slots: Tensor,
-        status: Tensor,
-    ) -> None:
-        k_pools, v_pools = pools
-        move_kv(k_pools, v_pools, page_table, path, num_valid, prefix_lens, slots=slots, status=status)
+    def keys_and_values(self, pools: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        keys, values = pools
+        return keys, values
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,7 @@ class LatentLayout(KvLayout):
 
     def write(self, kv: LayerKv, rows: Sequence[Tensor], **batch: Any) -> None:
         (scale,) = kv.scales
-        write_kv(*halves(rows[0]), *halves(kv.pools[0]), k_scale=scale, v_scale=scale, **batch)
+        write_kv(*halves(rows[0]), *self.keys_and_values(kv.pools), k_scale=scale, v_scale=scale, **batch)
 
     def normalize_and_write(self, rows: Tensor, norm: Tensor, kv: LayerKv, **options: Any) -> None:
         """Normalize, rotate and write rows [B, Q, dim] or [M, dim], by `write_latent`."""
@@ -148,18 +143,8 @@ class LatentLayout(KvLayout):
         out: Tensor = mla_tree_attention(q, pool, latent_dim=self.latent_dim, kv_scale=scale, **batch)
         return out
 
-    def move(
-        self,
-        pools: Sequence[Tensor],
-        page_table: Tensor,
-        path: Tensor,
-        num_valid: Tensor,
-        prefix_lens: Tensor,
-        *,
-        slots: Tensor,
-        status: Tensor,
-    ) -> None:
-        move_kv(*halves(pools[0]), page_table, path, num_valid, prefix_lens, slots=slots, status=status)
+    def keys_and_values(self, pools: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return halves(pools[0])
 
 
 def halves(rows: Tensor) -> tuple[Tensor, Tensor]:
