@@ -312,11 +312,15 @@ class Server:
         state = {"avg_spec_accept_length": self.metrics.totals.accept_length}
         return JSONResponse({"model_path": self.settings.model_name, "internal_states": [state]})
 
-    async def health(self, _: Request) -> Response:
+    def expect_healthy(self) -> None:
+        """Raise RequestError, of status 503, if the engine is closed or asleep, or if a grammar does not end."""
         with unavailable_as_503():
             self.engine.core.expect_open()
         if trouble := self.grammars.trouble:
             raise RequestError(trouble, status=503)
+
+    async def health(self, _: Request) -> Response:
+        self.expect_healthy()
         return JSONResponse({"status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
