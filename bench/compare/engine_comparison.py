@@ -8,6 +8,9 @@ a short one. Small batches run several times, from different places of the text.
 N-gram drafts are found in the prompts, which quote what will be written: passages of 4 to 24 tokens, separated by
 1 to 4 other tokens. No piece of text that counts is written twice, so no engine finds there what it wrote before.
 
+A block drafter, DSpark's or DFlash's, drafts seven tokens in one pass, with the acceptance of its published kind. Its
+text is as short as `block_text_length` says.
+
 An MTP layer is a part of the target's checkpoint, and its drafts have the acceptance of published MTP layers in the
 same domain. It shares the target's LM head, so a text that it drafts is as short as `mtp_text_length` says. Models of
 shapes that ship with an MTP layer always have one, so that all algorithms run on one checkpoint.
@@ -33,12 +36,13 @@ from random import Random
 from shutil import rmtree
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from specdec_kernels.models.weights.mtp_layouts import QWEN
 from specdec_kernels.synthetic.acceptance import PublishedAcceptance
+from specdec_kernels.synthetic.block import block_text_length, save_block_drafter, synthetic_block
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
 from specdec_kernels.synthetic.mtp import mtp_text_length, save_with_mtp, synthetic_mtp
 from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
@@ -46,7 +50,7 @@ from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 from ..ops.harness import Result
 from ..report.record import record
 from .checkpoints import write_eagle3, write_target
-from .engines import ALGORITHMS, Job, can_run, is_installed
+from .engines import ALGORITHMS, BLOCK_DRAFTERS, FOLDERS, Job, can_run, is_installed
 
 NAME = "engines"
 REQUESTS = 4  # at each batch size, at least
@@ -64,7 +68,7 @@ class Comparison:
     Attributes:
         layers: of the model, None: the shape's.
         acceptance: domain whose acceptance the drafts have.
-        drafter: published drafter whose acceptance they have.
+        drafter: published drafter whose acceptance the EAGLE-3 head has.
         input: tokens of a prompt.
         output: tokens of the long run.
         short: tokens of the short run, whose time is subtracted.
@@ -101,19 +105,20 @@ class Comparison:
     @property
     def text(self) -> SyntheticText:
         config = shape_config(self.shape, self.layers)
-        length = mtp_text_length(config) if self.has(mtp=True) else draft_vocab_of(config)
-        return SyntheticText.of(config.vocab_size, length)
+        lengths = [mtp_text_length(config)] * ("mtp" in self.drafters)
+        lengths += [block_text_length(config)] * bool(self.drafters & set(BLOCK_DRAFTERS))
+        return SyntheticText.of(config.vocab_size, min(lengths, default=draft_vocab_of(config)))
 
-    def has(self, *, mtp: bool) -> bool:
-        """Return whether there is an MTP layer, which some shapes ship with, or an EAGLE-3 head."""
-        if mtp and shape_config(self.shape).model_type in SHIP_WITH_MTP:
-            return True
-        drafting = [a for a in map(ALGORITHMS.__getitem__, self.algorithms) if a.num_steps and not a.ngram]
-        return any(a.mtp == mtp for a in drafting)
+    @property
+    def drafters(self) -> set[str]:
+        """The drafters that there are: an MTP layer, which some shapes ship with, a head and block drafters."""
+        algorithms = [a for a in map(ALGORITHMS.__getitem__, self.algorithms) if a.num_steps]
+        shipped = {"mtp"} if shape_config(self.shape).model_type in SHIP_WITH_MTP else set()
+        return ({a.drafter for a in algorithms} | shipped) - {"ngram"}
 
-    def acceptance_of(self, *, mtp: bool) -> PublishedAcceptance:
-        """Return the acceptance of an MTP layer's drafts, or of the EAGLE-3 head's."""
-        return PublishedAcceptance(self.acceptance, "mtp" if mtp else self.drafter)
+    def acceptance_of(self, drafter: str) -> PublishedAcceptance:
+        """Return the acceptance of a drafter's drafts."""
+        return PublishedAcceptance(self.acceptance, self.drafter if drafter == "eagle3" else drafter)
 
     @property
     def dtype(self) -> str:
@@ -153,7 +158,7 @@ def groups_of(
 def write_checkpoints(c: Comparison) -> None:
     """Write target and drafts to `out`, unless they are there with the same options."""
     config = shape_config(c.shape, c.layers)
-    drafts = [c.acceptance_of(mtp=mtp).name for mtp in (False, True) if c.has(mtp=mtp)]
+    drafts = [f"{drafter}: {c.acceptance_of(drafter).name}" for drafter in sorted(c.drafters)]
     options: dict[str, Any] = {
         "target": [c.shape, config.num_hidden_layers, c.dtype, len(c.text.order)],
         "drafts": drafts,
@@ -165,12 +170,17 @@ def write_checkpoints(c: Comparison) -> None:
     c.out.mkdir(parents=True, exist_ok=True)
     target = synthetic_causal_lm(config, c.text, device=c.device, dtype=getattr(torch, c.dtype))
     rmtree(c.out / "target", ignore_errors=True)  # its files may have other names
-    if c.has(mtp=True):
-        save_with_mtp(target, synthetic_mtp(target, c.text, c.acceptance_of(mtp=True), QWEN), c.out / "target")
+    if "mtp" in c.drafters:
+        save_with_mtp(target, synthetic_mtp(target, c.text, c.acceptance_of("mtp"), QWEN), c.out / "target")
     else:
         write_target(target, c.out / "target")
-    if c.has(mtp=False):
-        write_eagle3(synthetic_eagle3(target, c.text, c.acceptance_of(mtp=False)), c.out / "head")
+    if "eagle3" in c.drafters:
+        write_eagle3(synthetic_eagle3(target, c.text, c.acceptance_of("eagle3")), c.out / FOLDERS["eagle3"])
+    kinds: tuple[Literal["dspark"], Literal["dflash"]] = "dspark", "dflash"
+    for kind in kinds:
+        if kind in c.drafters:
+            drafter = synthetic_block(target, c.text, c.acceptance_of(kind), kind)
+            save_block_drafter(*drafter, c.out / FOLDERS[kind])
     file.write_text(json.dumps(options))
     del target
     if c.device.type == "cuda":
@@ -194,7 +204,7 @@ def runs_of_batches(c: Comparison, text: SyntheticText, algorithm: str) -> list[
     Raises:
         ValueError: the text has too few tokens for all pieces.
     """
-    if not ALGORITHMS[algorithm].ngram:
+    if ALGORITHMS[algorithm].drafter != "ngram":
         return [[waves_of(text, batch, c.input, c.output)] * (1 + 2 * c.repeats) for batch in c.batches]
     starts, lengths = [starts_of(text, batch) for batch in c.batches], [c.short, c.output] * c.repeats
     wanted = sum(len(wave) * (LEAD + length) for waves in starts for wave in waves for length in lengths)
@@ -268,7 +278,7 @@ def run_engine(
         engine=engine,
         algorithm=algorithm,
         target=str(c.out / "target"),
-        head=str(c.out / "head"),
+        head=str(c.out / FOLDERS.get(ALGORITHMS[algorithm].drafter, "head")),
         device=c.device.type,
         dtype=c.dtype,
         max_len=c.max_len or c.input + c.output + SPARE_TOKENS,
@@ -294,7 +304,8 @@ def run_engine(
         found = json.loads(target.read_text()) if target.exists() else {"batches": []}
     measured = {line["batch"]: line for line in found.pop("batches")}
     results = []
-    accept = QUOTES if ALGORITHMS[algorithm].ngram else c.acceptance_of(mtp=ALGORITHMS[algorithm].mtp).name
+    drafter = ALGORITHMS[algorithm].drafter
+    accept = QUOTES if drafter == "ngram" else c.acceptance_of(drafter).name
     for batch, runs in zip(c.batches, batches, strict=True):
         params = {
             "engine": engine, "algorithm": algorithm, "batch": batch, **steps_of(algorithm), "shape": c.shape,

@@ -24,17 +24,20 @@ from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from specdec_kernels.engine import MTP, Draft, Eagle3, Engine, NewTokens, SamplingParams, Standalone
+from specdec_kernels.engine import MTP, DFlash, Draft, DSpark, Eagle3, Engine, NewTokens, SamplingParams, Standalone
 from specdec_kernels.engine.device.round import most_nodes
 from specdec_kernels.engine.drafts import Needs
+from specdec_kernels.engine.drafts.block import DEFAULT_NUM_NODES as BLOCK_NODES
 from specdec_kernels.engine.drafts.model import DEFAULT_NUM_NODES
 from specdec_kernels.models.families import family_of, kv_numbers
+from specdec_kernels.models.heads.block import BlockHead
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
 from specdec_kernels.models.heads.mtp import MtpHead, config_of_layers
 from specdec_kernels.models.layers.moe import QuantizedExperts
@@ -44,7 +47,20 @@ from specdec_kernels.models.weights.model_config import NUM_EXPERTS
 from specdec_kernels.models.weights.mtp_layouts import NEXTN
 from specdec_kernels.status import FinishReason
 from specdec_kernels.synthetic.acceptance import Acceptance, PublishedAcceptance
-from specdec_kernels.synthetic.models import SyntheticText, eagle3_config, synthetic_causal_lm, synthetic_eagle3
+from specdec_kernels.synthetic.block import (
+    block_config,
+    block_text_length,
+    save_block_drafter,
+    shapes_of,
+    synthetic_block,
+)
+from specdec_kernels.synthetic.models import (
+    SyntheticText,
+    eagle3_config,
+    synthetic_causal_lm,
+    synthetic_eagle3,
+    write_text,
+)
 from specdec_kernels.synthetic.mtp import synthetic_mtp_head
 from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
@@ -60,6 +76,8 @@ PROFILED_TOKENS = 24
 REQUESTS = 8  # requests of a measurement at least, if their accept lengths differ
 PAGE_SIZE = 16
 HEADS: dict[Any, Callable[..., nn.Module]] = {Eagle3: synthetic_eagle3, MTP: synthetic_mtp_head}
+BLOCK_KINDS: dict[Any, Literal["dspark", "dflash"]] = {DSpark: "dspark", DFlash: "dflash"}
+BLOCK_LAYERS, BLOCK_STEPS, MARKOV_RANK = 5, 7, 256  # of published block drafters
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -68,7 +86,7 @@ class Drafting:
     """A draft: one of the package's with a synthetic model, one of another class, or none."""
 
     name: str
-    kind: type[Eagle3 | MTP | Standalone] | None  # whose synthetic model drafts
+    kind: type[Eagle3 | MTP | Standalone | DSpark | DFlash] | None  # whose synthetic model drafts
     num_steps: int = 0
     topk: int = 1
     num_nodes: int = 1
@@ -81,6 +99,18 @@ class Drafting:
         """Whether its acceptance is not the one of a synthetic model."""
         return self.make is not None and self.kind is None
 
+    @property
+    def block_size(self) -> int:
+        """The rows of a block drafter's block, for `BLOCK_STEPS` drafts or for more; 0: of another drafter."""
+        if self.kind not in BLOCK_KINDS:
+            return 0
+        return max(self.num_steps, BLOCK_STEPS) + (0 if self.kind is DSpark else 1)
+
+    @property
+    def drafter(self) -> str:
+        """The published drafter whose acceptance it has by default."""
+        return "mtp" if self.kind is MTP else BLOCK_KINDS.get(self.kind, "eagle3")
+
 
 ALGORITHMS = {
     "none": Drafting("none", None),
@@ -90,13 +120,18 @@ ALGORITHMS = {
     "mtp_tree": Drafting("mtp_tree", MTP, 4, 4, 16),
     "mtp_adaptive": Drafting("mtp_adaptive", MTP, 4, 4, 16, adaptive=True),
     "standalone": Drafting("standalone", Standalone, 5, 1, 6),
+    "dspark_chain": Drafting("dspark_chain", DSpark, BLOCK_STEPS, 1, BLOCK_STEPS + 1),
+    "dspark_tree": Drafting("dspark_tree", DSpark, BLOCK_STEPS, BLOCK_NODES, BLOCK_NODES),
+    "dspark_adaptive": Drafting("dspark_adaptive", DSpark, BLOCK_STEPS, BLOCK_NODES, BLOCK_NODES, adaptive=True),
+    "dflash_chain": Drafting("dflash_chain", DFlash, BLOCK_STEPS, 1, BLOCK_STEPS + 1),
+    "dflash_tree": Drafting("dflash_tree", DFlash, BLOCK_STEPS, BLOCK_NODES, BLOCK_NODES),
     # The engine's defaults.
     "adaptive": Drafting("adaptive", Eagle3, Eagle3.num_steps, Eagle3.topk, DEFAULT_NUM_NODES, adaptive=True),
 }
 
 
 def drafting_of(algorithm: str) -> Drafting:
-    """Return one of `ALGORITHMS`, or a chain or tree with a number of nodes, `chain4`, `tree8` or `mtp_tree8`."""
+    """Return one of `ALGORITHMS`, or a chain or tree with a number of nodes, `chain4`, `mtp_tree8`, `dspark_tree16`."""
     if algorithm in ALGORITHMS:
         return ALGORITHMS[algorithm]
     name = algorithm.rstrip("0123456789")
@@ -166,7 +201,8 @@ class Setup:
         """Return the pages that `num_slots` requests need, and at least those of the longest sequence."""
         d = self.drafting
         # Rows that a round writes at most.
-        written = max(d.num_nodes, d.num_steps + 1, d.topk * d.num_steps + 1, d.scratch_rows) + 1
+        grown = 0 if d.block_size else d.topk * d.num_steps + 1
+        written = max(d.num_nodes, d.num_steps + 1, grown, d.block_size, d.scratch_rows) + 1
         return max(
             num_slots * -(-(self.needed_len + written) // PAGE_SIZE), -(-(self.engine_len + written) // PAGE_SIZE)
         )
@@ -182,6 +218,7 @@ class Setup:
             "topk": d.topk,
             "nodes": d.num_nodes,
             "adaptive": d.adaptive,
+            **({"block": d.block_size} if d.block_size else {}),
             "accept": "its own" if d.accepts_by_itself else self.acceptance.name if d.num_steps else 1,
             "input": self.input,
             "output": self.output,
@@ -255,32 +292,56 @@ class RoundClock:
 
 
 class SyntheticModels:
-    """A text, a target that continues it, and drafts for it."""
+    """A text, a target that continues it, and drafts for it.
+
+    Block drafters draft short texts: the target changes its text where a setup needs another.
+    """
 
     def __init__(self, setup: Setup) -> None:
-        config = shape_config(setup.shape)
-        self.text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
+        self._config = shape_config(setup.shape)
+        self.text = self._text_of(setup)
         self._place: dict[str, Any] = {"device": setup.device, "dtype": setup.dtype}
-        self.target = synthetic_causal_lm(config, self.text, **self._place)
+        self.target = synthetic_causal_lm(self._config, self.text, **self._place)
         if setup.weights is not None:
             store_layers(self.target, setup.weights)
         self._draft: tuple[Any, Any] = None, None
 
+    def _text_of(self, setup: Setup) -> SyntheticText:
+        length = block_text_length(self._config) if setup.drafting.block_size else draft_vocab_of(self._config)
+        return SyntheticText.of(self._config.vocab_size, length)
+
+    def use(self, setup: Setup) -> None:
+        """Let the target continue the text that a setup's draft needs."""
+        text = self._text_of(setup)
+        if len(text.order) != len(self.text.order):
+            self._draft, self.text = (None, None), text
+            write_text(self.target, text)
+
     def draft(self, setup: Setup) -> Any:
-        """Return a draft model of the setup's kind and acceptance; the last one is cached."""
+        """Return a draft model of the setup's kind and acceptance; the last one is cached.
+
+        A block drafter's is its config and its tensors.
+        """
         kind = setup.drafting.kind
         if kind is None:
             return None
-        if self._draft[0] != (kind, setup.acceptance):
+        key = kind, setup.drafting.block_size, setup.acceptance
+        if self._draft[0] != key:
             self._draft = None, None
-            model: Any
-            if kind in HEADS:
-                model = HEADS[kind](self.target, self.text, setup.acceptance)
-            else:
-                small = standalone_config(setup.shape)
-                model = synthetic_causal_lm(small, self.text, acceptance=setup.acceptance, **self._place)
-            self._draft = (kind, setup.acceptance), model
+            self._draft = key, self._make_draft(setup)
         return self._draft[1]
+
+    def _make_draft(self, setup: Setup) -> Any:
+        kind = setup.drafting.kind
+        if kind in HEADS:
+            return HEADS[kind](self.target, self.text, setup.acceptance)
+        if kind in BLOCK_KINDS:
+            sizes: dict[str, Any] = {"block_size": setup.drafting.block_size, "num_layers": BLOCK_LAYERS}
+            return synthetic_block(
+                self.target, self.text, setup.acceptance, BLOCK_KINDS[kind], **sizes, rank=MARKOV_RANK
+            )
+        small = standalone_config(setup.shape)
+        return synthetic_causal_lm(small, self.text, acceptance=setup.acceptance, **self._place)
 
 
 class Bench:
@@ -289,20 +350,25 @@ class Bench:
     def __init__(self, setup: Setup, max_batch: int, models: SyntheticModels | None = None) -> None:
         self.setup = setup
         models = models or SyntheticModels(setup)
+        models.use(setup)
         self.text, self.target, self.draft = models.text, models.target, models.draft(setup)
-        self.engine = Engine(
-            self.target,
-            draft=draft_of(setup.drafting, self.draft),
-            implementation=setup.implementation,
-            cuda_graph=setup.cuda_graph,
-            adaptive=setup.drafting.adaptive,
-            max_len=setup.engine_len,
-            num_slots=max_batch,
-            num_pages=setup.num_pages(max_batch),
-            page_size=PAGE_SIZE,
-            device=setup.device,
-            dtype=setup.dtype,
-        )
+        with TemporaryDirectory(prefix="specdec-bench-") as folder:
+            draft = save_block_drafter(*self.draft, Path(folder)) if setup.drafting.block_size else self.draft
+            self.engine = Engine(
+                self.target,
+                draft=draft_of(setup.drafting, draft),
+                implementation=setup.implementation,
+                cuda_graph=setup.cuda_graph,
+                adaptive=setup.drafting.adaptive,
+                max_len=setup.engine_len,
+                num_slots=max_batch,
+                num_pages=setup.num_pages(max_batch),
+                page_size=PAGE_SIZE,
+                device=setup.device,
+                dtype=setup.dtype,
+            )
+        if setup.drafting.block_size:
+            self.draft = self.engine.draft.loaded
 
     def measure(self, batch: int, ceilings: Ceilings) -> Result:
         """Measure a batch size."""
@@ -415,6 +481,8 @@ class Bench:
         num_rows = round(batch * num_nodes)
         kv = rows * self.kv_row_bytes(self.target)
         passes = [Pass(weights(self.target, num_rows) - target_head, num_rows, kv, states), Pass(target_head, visited)]
+        if isinstance(self.draft, BlockHead):
+            return passes + (self.block_passes(batch, rows) if num_nodes > 1 else [])
         if self.draft is not None and num_nodes > 1:
             needs = Needs(num_nodes=d.num_nodes, accept_width=d.num_steps + 1, num_steps=d.num_steps)
             num_steps = min(d.num_steps, most_nodes(batch, num_rows, needs) - 1)
@@ -427,8 +495,27 @@ class Bench:
             passes += [*step * max(num_steps - 1, 0), Pass(body, batch * (num_steps + 1), kv), Pass(head, batch)]
         return passes
 
+    def block_passes(self, batch: int, rows: int) -> list[Pass]:
+        """Return the forward passes of a block drafter: the block's, its LM head's, and the injection's.
+
+        The rows of a serial head's tables that candidates gather are not counted.
+        """
+        head, d = self.draft, self.setup.drafting
+        body, lm_head = weights(head.layers), weights(head.lm_head)
+        injected = weights(head.fc)
+        for layer in head.layers:
+            injected += weights(layer.self_attn.k_proj) + weights(layer.self_attn.v_proj)
+        kv = rows * self.kv_row_bytes(head)
+        return [
+            Pass(body, batch * d.block_size, kv),
+            Pass(lm_head, batch * d.num_steps),
+            Pass(injected, batch * (d.num_steps + 1)),
+        ]
+
     def kv_row_bytes(self, model: Any) -> int:
         """Return the bytes of a token's KV in all layers of a model."""
+        if isinstance(model, BlockHead):
+            return kv_numbers(model.config, len(model.layers)) * self.setup.dtype.itemsize
         return kv_numbers(model.config, family_of(model.config).num_kv_layers) * self.setup.dtype.itemsize
 
     @property
@@ -564,20 +651,26 @@ def memory_needed(setup: Setup, max_batch: int) -> int:
     """
     config = shape_config(setup.shape)
     item = setup.dtype.itemsize
+    kind, elements, kv_width = setup.drafting.kind, 0, 0
     with torch.device("meta"):
         models: list[Any] = [AutoModelForCausalLM.from_config(config)]
-    if setup.drafting.kind is not None:
-        models.append(meta_draft(setup.drafting.kind, setup.shape))
-    rows = setup.num_pages(max_batch) * PAGE_SIZE
-    kv_width = sum(kv_numbers(m.config, family_of(m.config).num_kv_layers) for m in models)
+    if kind in BLOCK_KINDS:
+        name = BLOCK_KINDS[kind]
+        entries = block_config(config, name, setup.drafting.block_size, BLOCK_LAYERS, 0, MARKOV_RANK)
+        elements += sum(map(math.prod, shapes_of(entries, name).values()))
+        kv_width += 2 * BLOCK_LAYERS * entries["num_key_value_heads"] * entries["head_dim"]
+    elif kind is not None:
+        models.append(meta_draft(kind, setup.shape))
+    kv_width += sum(kv_numbers(m.config, family_of(m.config).num_kv_layers) for m in models)
     states = sum(bytes_of(s, max_batch, setup.drafting.num_nodes) for s in family_of(config).state_specs(setup.dtype))
     # A head shares the target's embeddings.
     shared = [0, *(m.embed_tokens.weight.numel() for m in models[1:] if isinstance(m, Eagle3Head))]
-    elements = sum(p.numel() for m in models for p in m.parameters()) - sum(shared) + rows * kv_width
+    elements += sum(p.numel() for m in models for p in m.parameters()) - sum(shared)
+    elements += setup.num_pages(max_batch) * PAGE_SIZE * kv_width
     return int(1.1 * (item * elements + states))
 
 
-def meta_draft(kind: type[Eagle3 | MTP | Standalone], shape: str) -> nn.Module:
+def meta_draft(kind: Any, shape: str) -> nn.Module:
     """Return the draft model of a shape without memory for its weights."""
     config = shape_config(shape)
     with torch.device("meta"):

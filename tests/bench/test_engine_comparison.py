@@ -82,7 +82,10 @@ def test_is_installed_needs_engine_and_plugin(engine: str, tmp_path: Path, monke
 def test_can_run_gives_vllm_chains_only(engine: str) -> None:
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
     runs = [name for name, algorithm in engines.ALGORITHMS.items() if engines.can_run(engine, algorithm)]
-    assert runs == ["plain", "chain", "adaptive_chain", "mtp_chain", "ngram"]
+    blocks = [] if engine.endswith("plugin") else ["dspark_chain", "dflash_chain"]
+    assert runs == ["plain", "chain", "adaptive_chain", "mtp_chain", *blocks, "ngram"]
+    assert engines.can_run("ours", engines.ALGORITHMS["dspark_tree"])
+    assert not engines.can_run("sglang_fa3", engines.ALGORITHMS["dspark_tree"])
 
 
 def test_vllm_runner_passes_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +114,11 @@ def test_vllm_runner_passes_options(monkeypatch: pytest.MonkeyPatch) -> None:
             job, engines.ALGORITHMS["mtp_chain"]
         )
         assert started[-1]["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 3} | backend
+        importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
+            job, engines.ALGORITHMS["dspark_chain"]
+        )
+        dspark = {"method": "dspark", "model": "head", "num_speculative_tokens": 7} | backend
+        assert started[-1]["speculative_config"] == dspark
         importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
             job, engines.ALGORITHMS["ngram"]
         )
@@ -164,6 +172,8 @@ def test_sglang_runner_passes_options(name: str, ngram: str, monkeypatch: pytest
         ("plain", {}),
         ("tree", {"algorithm": "EAGLE3", "draft_model_path": "head", "num_steps": 5, "eagle_topk": 10, "num_draft_tokens": 32}),
         ("mtp_chain", {"algorithm": "NEXTN", "draft_model_path": "target", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}),
+        ("dflash_chain", {"algorithm": "DFLASH", "draft_model_path": "head", "num_draft_tokens": 8}),
+        ("dspark_chain", {"algorithm": "DSPARK", "draft_model_path": "head", "num_draft_tokens": 8}),
         ("ngram", {"algorithm": ngram, "num_draft_tokens": 12}),
     ):  # fmt: skip
         importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}").Runner(
@@ -250,6 +260,19 @@ def test_bench_engines_drafts_with_an_mtp_layer_in_the_target(tmp_path: Path) ->
     assert (tmp_path / "target/mtp.safetensors").stat().st_mtime_ns == written
     engine_comparison.write_checkpoints(comparison(*options, "--algorithm", "chain"))
     assert (tmp_path / "head").exists() and (tmp_path / "target/mtp.safetensors").stat().st_mtime_ns != written
+
+
+@pytest.mark.exhaustive
+def test_bench_engines_drafts_with_block_drafters_in_folders_of_their_own(tmp_path: Path) -> None:
+    file, out = tmp_path / "run.json", tmp_path / "checkpoints"
+    options = ["--acceptance", "chat", "--out", str(out), "--batch", "2", "--engines", "ours", "--output", "120"]
+    assert bench_engines(*options, "--algorithm", "dspark_chain,dspark_tree", "--json", str(file)) == 0
+    chain, tree = json.loads(file.read_text())["results"]
+    assert chain["params"]["accept"] == "chat dspark" and chain["params"]["nodes"] == 8
+    assert chain["facts"]["accept_length"] == pytest.approx(3.51, rel=0.15)
+    assert tree["facts"]["accept_length"] > chain["facts"]["accept_length"] + 0.5
+    assert json.loads((out / "dspark/config.json").read_text())["architectures"] == ["Qwen3DSparkModel"]
+    assert not (out / "head").exists() and not (out / "dflash").exists()
 
 
 def test_quoting_prompts_quote_the_answer() -> None:

@@ -203,6 +203,24 @@ def test_rounds_of_published_acceptance(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{facts['accept_length_p10']:.2f} to {facts['accept_length_p90']:.2f}" in capsys.readouterr().out
 
 
+def test_rounds_of_block_drafters_change_the_text_of_the_target(tmp_path: Path) -> None:
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "none,chain,dspark_tree16"]
+    assert main([*command, "--acceptance", "chat", "--output", "90", "--json", str(record)]) == 0
+    plain, head, tree = json.loads(record.read_text())["results"]
+    assert [r["error"] for r in (plain, head, tree)] == [None] * 3
+    assert [r["params"]["accept"] for r in (plain, head, tree)] == [1, "chat eagle3", "chat dspark"]
+    assert [r["params"].get("block") for r in (plain, head, tree)] == [None, None, 7]
+    assert tree["facts"]["accept_length"] > 3.4 > head["facts"]["accept_length"]
+    # Five layers with biases, the injection's projections, and the LM head for the block.
+    hidden, query, kv, wide = 128, 4 * 64, 2 * 64, 256
+    injected = 5 * 2 * kv * (hidden + 1)
+    attention = 2 * query * hidden + 2 * kv * (hidden + 1) + query + hidden + 2 * 64
+    layers = 5 * (attention + 3 * wide * hidden + 2 * hidden)
+    drafted = layers + injected + 3 * hidden * hidden + 2048 * hidden
+    assert tree["facts"]["weight_bytes"] - plain["facts"]["weight_bytes"] == 4 * drafted
+
+
 @pytest.mark.parametrize("weights", ["fp8", "fp8-rows", "int4"])
 def test_rounds_of_weights_in_fewer_bits(weights: str, tmp_path: Path) -> None:
     """The text is what it was, and so is what drafts bring; the floor counts the bytes that are stored."""

@@ -29,14 +29,18 @@ PLUGINS = {"sglang_plugin": "sglang.srt.plugins", "vllm_plugin": "vllm.general_p
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Options of drafting that all engines share. Without steps: plain decoding."""
+    """Options of drafting that all engines share. Without steps: plain decoding.
+
+    Attributes:
+        drafter: "eagle3"; "mtp", a layer of the target; "dspark" or "dflash", a block drafter; or "ngram", which drafts
+            what followed the last tokens elsewhere in the text.
+    """
 
     num_steps: int = 0
     topk: int = 1
     num_nodes: int = 1
     adaptive: bool = False
-    mtp: bool = False  # draft with the target's MTP layer instead of the head
-    ngram: bool = False  # draft what followed the last tokens elsewhere in the text
+    drafter: str = "eagle3"
 
 
 ALGORITHMS = {
@@ -45,11 +49,18 @@ ALGORITHMS = {
     "tree": Algorithm(5, 10, 32),
     "adaptive": Algorithm(5, 10, 32, adaptive=True),
     "adaptive_chain": Algorithm(5, 1, 6, adaptive=True),
-    "mtp_chain": Algorithm(3, 1, 4, mtp=True),
-    "mtp_tree": Algorithm(4, 4, 16, mtp=True),
-    "mtp_adaptive": Algorithm(4, 4, 16, adaptive=True, mtp=True),
-    "ngram": Algorithm(11, 1, 12, ngram=True),
+    "mtp_chain": Algorithm(3, 1, 4, drafter="mtp"),
+    "mtp_tree": Algorithm(4, 4, 16, drafter="mtp"),
+    "mtp_adaptive": Algorithm(4, 4, 16, adaptive=True, drafter="mtp"),
+    "dspark_chain": Algorithm(7, 1, 8, drafter="dspark"),
+    "dspark_tree": Algorithm(7, 32, 32, drafter="dspark"),
+    "dspark_adaptive": Algorithm(7, 32, 32, adaptive=True, drafter="dspark"),
+    "dflash_chain": Algorithm(7, 1, 8, drafter="dflash"),
+    "dflash_tree": Algorithm(7, 32, 32, drafter="dflash"),
+    "ngram": Algorithm(11, 1, 12, drafter="ngram"),
 }
+BLOCK_DRAFTERS = "dspark", "dflash"
+FOLDERS = {"eagle3": "head", "dspark": "dspark", "dflash": "dflash"}  # of drafts beside the target
 
 
 @dataclass(frozen=True)
@@ -103,15 +114,18 @@ def is_installed(engine: str, folders: list[str]) -> bool:
 def can_run(engine: str, algorithm: Algorithm, *, served: bool = False) -> bool:
     """Return whether an engine has an algorithm that another entry does not cover.
 
-    SGLang has no adaptive drafts, and vLLM has no trees. SGLang uses FA3 by default except for trees. Only SGLang's
-    server is timed here; `specdec bench server` times ours.
+    SGLang has no adaptive drafts, and vLLM has no trees. SGLang uses FA3 by default except for trees. Both draft chains
+    alone with block drafters, which our plugins leave to them. Only SGLang's server is timed here; `specdec bench
+    server` times ours.
     """
     if served and PACKAGES[engine] != "sglang":
         return False
     if PACKAGES[engine] == "sglang" and algorithm.adaptive:
         return False
+    if algorithm.drafter in BLOCK_DRAFTERS:
+        return engine == "ours" or (engine in ("sglang", "vllm") and algorithm.topk == 1)
     if engine == "sglang_fa3":
-        return algorithm.topk > 1 or algorithm.ngram
+        return algorithm.topk > 1 or algorithm.drafter == "ngram"
     return PACKAGES[engine] != "vllm" or algorithm.topk == 1
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from specdec_kernels import __version__
-from specdec_kernels.engine import MTP, Draft, Eagle3, Engine, Ngram, SamplingParams
+from specdec_kernels.engine import MTP, DFlash, Draft, DSpark, Eagle3, Engine, Ngram, SamplingParams
 
 from . import Algorithm, Generated, Job, max_batch
 
@@ -17,11 +19,16 @@ def version() -> str:
 
 def draft_of(job: Job, a: Algorithm) -> Draft | None:
     """Return the draft of an algorithm."""
-    if a.ngram:
+    sizes: dict[str, int] = {"num_steps": a.num_steps, "topk": a.topk, "num_nodes": a.num_nodes}
+    if not a.num_steps:
+        return None
+    if a.drafter == "ngram":
         return Ngram(num_nodes=a.num_nodes)
-    if a.mtp:
-        return MTP(num_steps=a.num_steps, topk=a.topk, num_nodes=a.num_nodes)
-    return Eagle3(job.head, num_steps=a.num_steps, topk=a.topk, num_nodes=a.num_nodes) if a.num_steps else None
+    if a.drafter == "mtp":
+        return MTP(**sizes)
+    kind: Any = {"eagle3": Eagle3, "dspark": DSpark, "dflash": DFlash}[a.drafter]
+    draft: Draft = kind(job.head, **sizes)
+    return draft
 
 
 class Runner:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from . import Algorithm, Generated, Job, kv_tokens, max_batch
+from . import BLOCK_DRAFTERS, Algorithm, Generated, Job, kv_tokens, max_batch
 from .sglang_server import Server
 
 
@@ -33,12 +33,19 @@ def settings(job: Job, algorithm: Algorithm, ngram: str = "NGRAM") -> dict[str, 
     }
     if (room := kv_tokens(job)) is not None:
         options["max_total_tokens"] = room
-    if algorithm.ngram:
+    if algorithm.drafter == "ngram":
         options |= {"speculative_algorithm": ngram, "speculative_num_draft_tokens": algorithm.num_nodes}
-    elif algorithm.num_steps:
+    elif algorithm.drafter in BLOCK_DRAFTERS:
         options |= {
-            "speculative_algorithm": "NEXTN" if algorithm.mtp else "EAGLE3",
-            "speculative_draft_model_path": job.target if algorithm.mtp else job.head,
+            "speculative_algorithm": algorithm.drafter.upper(),
+            "speculative_draft_model_path": job.head,
+            "speculative_num_draft_tokens": algorithm.num_nodes,
+        }
+    elif algorithm.num_steps:
+        is_mtp = algorithm.drafter == "mtp"
+        options |= {
+            "speculative_algorithm": "NEXTN" if is_mtp else "EAGLE3",
+            "speculative_draft_model_path": job.target if is_mtp else job.head,
             "speculative_num_steps": algorithm.num_steps,
             "speculative_eagle_topk": algorithm.topk,
             "speculative_num_draft_tokens": algorithm.num_nodes,

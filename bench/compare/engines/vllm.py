@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from . import Algorithm, Generated, Job, kv_tokens, max_batch
+from . import BLOCK_DRAFTERS, Algorithm, Generated, Job, kv_tokens, max_batch
 
 DRAFTS = "vllm:spec_decode_num_drafts"  # counter of rounds with drafts
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"  # counter of accepted drafts
@@ -20,10 +20,13 @@ def version() -> str:
     return str(vllm.__version__)
 
 
-def kv_bytes(job: Job) -> int:
-    """Return the bytes of KV of a token, in the target and a head of one layer."""
+def kv_bytes(job: Job, algorithm: Algorithm) -> int:
+    """Return the bytes of KV of a token, in the target and a head of one layer or a block drafter as wide."""
     config = json.loads((Path(job.target) / "config.json").read_text())
-    return 4 * config["num_key_value_heads"] * config["head_dim"] * (config["num_hidden_layers"] + 1)
+    layers = 1
+    if algorithm.drafter in BLOCK_DRAFTERS:
+        layers = json.loads((Path(job.head) / "config.json").read_text())["num_hidden_layers"]
+    return 4 * config["num_key_value_heads"] * config["head_dim"] * (config["num_hidden_layers"] + layers)
 
 
 class Runner:
@@ -40,12 +43,14 @@ class Runner:
 
         shared, drafting = {}, {}
         if (room := kv_tokens(job)) is not None:  # the first sets the size; the second must be free at the start
-            shared = {"kv_cache_memory_bytes": room * kv_bytes(job), "gpu_memory_utilization": 0.2}
-        if algorithm.ngram:
+            shared = {"kv_cache_memory_bytes": room * kv_bytes(job, algorithm), "gpu_memory_utilization": 0.2}
+        is_ngram = algorithm.drafter == "ngram"
+        if is_ngram:
             drafting = {"speculative_config": self.ngram | {"num_speculative_tokens": algorithm.num_steps}}
         elif algorithm.num_steps:
-            model = {"method": "mtp"} if algorithm.mtp else {"method": "eagle3", "model": job.head}
-            config: dict[str, Any] = model | {"num_speculative_tokens": algorithm.num_steps}
+            config: dict[str, Any] = {"method": algorithm.drafter, "num_speculative_tokens": algorithm.num_steps}
+            if algorithm.drafter != "mtp":
+                config["model"] = job.head
             if algorithm.adaptive:  # vLLM's adaptive verification, since 0.28
                 config["enable_adaptive_verification"] = True
             drafting = {"speculative_config": config | self.options}  # the options of the target do not apply to drafts
@@ -62,7 +67,7 @@ class Runner:
             **self.options,
         )
         # N-gram rounds without drafts are not counted: the number of rounds follows from accepted drafts.
-        self.counter = None if not drafting else ACCEPTED if algorithm.ngram else DRAFTS
+        self.counter = None if not drafting else ACCEPTED if is_ngram else DRAFTS
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated:
         import vllm

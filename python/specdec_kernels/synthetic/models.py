@@ -88,19 +88,26 @@ def synthetic_causal_lm(
     seed: int = 0,
 ) -> Any:
     """Return a causal language model that continues the text: a target, or with an acceptance its draft."""
-    certain = EvenAcceptance(peak=TARGET_PEAK)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.device(device):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
                 parameter.mul_(BRANCH)
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding = model.get_input_embeddings().weight
         embedding.bernoulli_(0.5).mul_(2).sub_(1)  # all rows have the same length
-        init_successors(head, embedding, text.order, text.order, acceptance or certain)
-        if acceptance is None and len(text.other_order):
-            write_successors(head, embedding, text.other_order, text.other_order, certain)
+        write_text(model, text, acceptance)
     return model.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def write_text(model: Any, text: SyntheticText, acceptance: Acceptance | None = None) -> None:
+    """Let a model of `synthetic_causal_lm` continue a text: as a target, or with an acceptance as its draft."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    certain = EvenAcceptance(peak=TARGET_PEAK)
+    init_successors(head, embedding, text.order, text.order, acceptance or certain)
+    if acceptance is None and len(text.other_order):
+        write_successors(head, embedding, text.other_order, text.other_order, certain)
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ from .output import NO_CUDA, add_device, add_json, add_models, find_device, load
 COMMAND = "bench engines"
 ENGINES = ("ours", "sglang", "sglang_fa3", "sglang_plugin", "vllm", "vllm_plugin")
 ALGORITHMS = (
-    "plain", "chain", "tree", "adaptive", "adaptive_chain", "mtp_chain", "mtp_tree", "mtp_adaptive", "ngram"
+    "plain", "chain", "tree", "adaptive", "adaptive_chain", "mtp_chain", "mtp_tree", "mtp_adaptive", "dspark_chain",
+    "dspark_tree", "dspark_adaptive", "dflash_chain", "dflash_tree", "ngram"
 )  # fmt: skip
 
 EPILOG = """\
@@ -35,6 +36,9 @@ algorithms:
   mtp_chain, mtp_tree, mtp_adaptive
                                  an MTP layer in the target's checkpoint, for shapes whose models ship with one, the
                                  hybrids: 3 steps and 4 tokens; 4 steps, topk 4 and 16 tokens; the same, adaptive
+  dspark_chain, dflash_chain     a block drafter of 5 layers, 7 drafts in one pass: a chain of 8 tokens
+  dspark_tree, dspark_adaptive, dflash_tree
+                                 trees of 32 tokens over its trellis, in this engine alone; adaptive
   ngram                          12 tokens verified per round; prompts quote the expected output
 """
 
@@ -66,9 +70,9 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument(
         "--algorithm",
         type=words_of(ALGORITHMS),
-        default=[name for name in ALGORITHMS if not name.startswith("mtp")],
+        default=[name for name in ALGORITHMS if not name.startswith(("mtp", "dspark", "dflash"))],
         metavar="NAME",
-        help="how to draft, comma-separated (all without MTP)",
+        help="how to draft, comma-separated (all without MTP and block drafters)",
     )
     parser.add_argument(
         "--batch", type=integers(1), default=[1, 4, 16, 64], metavar="N", help="requests in a batch (1,4,16,64)"

@@ -18,7 +18,10 @@ from .ops import WORDS
 from .output import NO_CUDA, add_run_flags, find_device, finish, load, refuse, refuse_files
 
 COMMAND = "bench round"
-SETTINGS = ("none", "chain", "tree", "mtp_chain", "mtp_tree", "mtp_adaptive", "standalone", "adaptive")
+SETTINGS = (
+    "none", "chain", "tree", "mtp_chain", "mtp_tree", "mtp_adaptive", "standalone", "dspark_chain", "dspark_tree",
+    "dspark_adaptive", "dflash_chain", "dflash_tree", "adaptive"
+)  # fmt: skip
 WRONG = "wrong"
 
 EPILOG = """\
@@ -35,8 +38,12 @@ algorithms:
   mtp_chain, mtp_tree
                an MTP layer with an LM head of its own: 3 steps and 4 tokens, or 4 steps, topk 4 and 16 tokens
   standalone   a chain of a small model
-  adaptive, mtp_adaptive
-               the number of tokens is chosen in each round: the engine's default for an EAGLE-3 head, and mtp_tree's
+  dspark_chain, dflash_chain, dspark_tree, dflash_tree
+               a block drafter of 5 layers that drafts 7 tokens, or --speculative-num-steps if they are more: a chain of
+               8 tokens, or a tree of 32 over its trellis; dspark_tree16, dspark_chain16: 16 tokens
+  adaptive, mtp_adaptive, dspark_adaptive
+               the number of tokens is chosen in each round: the engine's default for an EAGLE-3 head, and that of
+               mtp_tree and dspark_tree
   module:Class a draft of your own, with the options that the flags give: made from --speculative-draft-model-path if
                that is given, else from the synthetic EAGLE-3 head or small model if it inherits from Eagle3 or
                Standalone, else from its options alone. Without a synthetic model its acceptance is what it reaches on
@@ -97,7 +104,7 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument(
         "--drafter",
         choices=DRAFTERS,
-        help="published drafter whose acceptance the drafts have (eagle3, of MTP layers mtp)",
+        help="published drafter whose acceptance the drafts have (that of the algorithm)",
     )
     parser.add_argument("--context-decay", action="store_true", help="acceptance falls with the length of the context")
     parser.add_argument(
@@ -132,7 +139,7 @@ def settings(text: str) -> list[str]:
     """Parse names of SETTINGS, and chains or trees with a number of tokens."""
     values = text.split(",")
     for value in values:
-        if value not in SETTINGS and not re.fullmatch(r"(mtp_)?(chain|tree)[1-9]\d*", value):
+        if value not in SETTINGS and not re.fullmatch(r"(mtp_|dspark_|dflash_)?(chain|tree)[1-9]\d*", value):
             known = ", ".join(SETTINGS)
             raise argparse.ArgumentTypeError(f"{value!r} is not one of {known}, nor chain or tree with a number")
     return values
@@ -240,8 +247,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
         elif chosen == WRONG:
             acceptance = EvenAcceptance(1.0)
         else:
-            drafter = args.drafter or ("mtp" if drafting.kind is rounds.MTP else "eagle3")
-            acceptance = PublishedAcceptance(chosen, drafter, context)
+            acceptance = PublishedAcceptance(chosen, args.drafter or drafting.drafter, context)
         setup = rounds.Setup(
             shape=shape,
             drafting=drafting,
