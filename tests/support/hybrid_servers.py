@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,12 +15,12 @@ from transformers import AutoConfig
 
 from specdec_kernels.cli.engine_flags import TINY_TEMPLATE
 from specdec_kernels.models.weights.mtp_layouts import QWEN
+from specdec_kernels.synthetic.acceptance import PublishedAcceptance
 from specdec_kernels.synthetic.models import BRANCH, SyntheticText, synthetic_causal_lm
-from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
+from specdec_kernels.synthetic.mtp import mtp_text_length, save_with_mtp, synthetic_mtp
 from specdec_kernels.tiny import tiny_model
 
 VOCAB = 2048  # of the tokenizer
-RATE = 0.8  # of the MTP layer's drafts that would be accepted if the next token depended on the last one alone
 SCALE = 0.1 / BRANCH  # of the outputs of the target's layers; with more, fewer drafts are accepted
 
 
@@ -37,8 +38,9 @@ def write_hybrid_with_mtp(folder: Path) -> Path:
         layer_types=["linear_attention", "full_attention"] * 2,
     )  # fmt: skip
     text = SyntheticText.of(VOCAB, VOCAB)
+    solved = replace(text, order=text.order[: mtp_text_length(config)])  # for other tokens the layer drafts successors
     target = synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
-    layer = synthetic_mtp(target, text, RATE, QWEN)
+    layer = synthetic_mtp(target, solved, PublishedAcceptance("code", "mtp"), QWEN)
     with torch.no_grad():
         for name, parameter in target.named_parameters():
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")):
