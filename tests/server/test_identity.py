@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -14,6 +15,7 @@ from specdec_kernels import cli
 from specdec_kernels.cli.serve import api_key
 from specdec_kernels.engine import Engine
 from specdec_kernels.tiny import tiny_model
+from support.paused_rounds import rounds_held
 from support.server_thread import Running, serving
 
 COMPLETE = "/v1/completions"
@@ -45,6 +47,34 @@ def test_model_is_found_by_its_id(server: Running, client: OpenAI) -> None:
 def test_version_is_that_of_the_package(server: Running) -> None:
     status, _, answer = server.ask("/version")
     assert (status, json.loads(answer)) == (200, {"version": specdec_kernels.__version__})
+
+
+def test_routers_learn_what_is_served_and_how_busy_it_is(server: Running, client: OpenAI) -> None:
+    headers = {"Authorization": "Bearer secret"}
+
+    def get(path: str) -> Any:
+        assert server.ask(path)[0] == 401
+        return json.loads(server.ask(path, headers=headers)[2])
+
+    assert get("/model_info") == get("/get_model_info") == {
+        "model_path": NAME, "served_model_name": NAME, "is_generation": True, "model_type": "llama"
+    }  # fmt: skip
+    info, config = get("/server_info"), server.engine.config
+    assert info["max_running_requests"] == config.num_slots
+    assert info["max_total_tokens"] == config.num_pages * config.page_size
+    idle = [{"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 0}]
+    assert get("/get_load") == idle
+    with (
+        rounds_held(server.engine, after=2),
+        client.completions.create(model=NAME, prompt=[5, 6, 7], max_tokens=40, stream=True) as stream,
+    ):
+        next(iter(stream))
+        (busy,) = get("/get_load")
+        assert (busy["num_reqs"], busy["num_waiting_reqs"]) == (1, 0) and 4 <= busy["num_tokens"] <= 6
+    server.wait_until_idle()
+    assert get("/get_load") == idle
+    pool = f'vllm:cache_config_info{{block_size="{config.page_size}",model_name="{NAME}",num_gpu_blocks="{config.num_pages}"}} 1.0'
+    assert pool in server.ask("/metrics")[2].decode().splitlines()
 
 
 @pytest.mark.parametrize(

@@ -307,10 +307,42 @@ class Server:
         return JSONResponse({"version": __version__})
 
     async def server_info(self, request: Request) -> Response:
-        """Return the fields that SGLang's benchmark reads."""
+        """Return the fields that SGLang's benchmark and its router read."""
         self.check_key(request)
-        state = {"avg_spec_accept_length": self.metrics.totals.accept_length}
-        return JSONResponse({"model_path": self.settings.model_name, "internal_states": [state]})
+        config = self.engine.config
+        return JSONResponse(
+            {
+                "model_path": self.settings.model_name,
+                "served_model_name": self.settings.model_name,
+                "version": __version__,
+                "max_running_requests": config.num_slots,
+                "max_total_tokens": config.num_pages * config.page_size,
+                "internal_states": [{"avg_spec_accept_length": self.metrics.totals.accept_length}],
+            }
+        )
+
+    async def model_info(self, request: Request) -> Response:
+        """Return the fields of SGLang that say what is served."""
+        self.check_key(request)
+        name, model_type = self.settings.model_name, self.engine.target.config.model_type
+        return JSONResponse(
+            {"model_path": name, "served_model_name": name, "is_generation": True, "model_type": model_type}
+        )
+
+    async def load(self, request: Request) -> Response:
+        """Return how much the engine has to do, in the form by which SGLang's router compares replicas."""
+        self.check_key(request)
+        outputs = [one.output for one in self.metrics.open_requests]
+        return JSONResponse(
+            [
+                {
+                    "dp_rank": 0,
+                    "num_reqs": len(outputs),
+                    "num_waiting_reqs": self.engine.core.scheduler.num_waiting,
+                    "num_tokens": sum(len(output.prompt_tokens) + len(output.tokens) for output in outputs),
+                }
+            ]
+        )
 
     def expect_healthy(self) -> None:
         """Raise RequestError, of status 503, if the engine is closed or asleep, or if a grammar does not end."""
@@ -482,6 +514,9 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
         "/metrics": ("GET", server.show_metrics),
         "/server_info": ("GET", server.server_info),
         "/get_server_info": ("GET", server.server_info),
+        "/model_info": ("GET", server.model_info),
+        "/get_model_info": ("GET", server.model_info),
+        "/get_load": ("GET", server.load),
     }
     if settings.shows_tokenizer:
         paths["/tokenizer_info"] = "GET", server.tokenizer_info

@@ -157,6 +157,11 @@ class Metrics(Collector):
         pages = self._engine.config.num_pages
         free = scheduler.num_free_pages_estimate + scheduler.num_cached_pages - scheduler.num_shared_pages
         yield gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use by requests, 1 is all", 1 - free / pages)
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV pool, 1", labels=["model_name", "block_size", "num_gpu_blocks"]
+        )
+        cache.add_metric([*self._label, str(self._engine.config.page_size), str(pages)], 1)
+        yield cache
         yield gauge("specdec:cached_pages", "Pages in the prefix cache", scheduler.num_cached_pages)
         yield counter("vllm:prompt_tokens", "Tokens of prompts", counts["prompt_tokens"])
         yield counter(
