@@ -17,5 +17,6 @@ void add_round(pybind11::module_& m);
 void add_compat(pybind11::module_& m);
 void add_ngram_index(pybind11::module_& m);
 void add_scheduler(pybind11::module_& m);
+void add_replay(pybind11::module_& m);
 
 }  // namespace specdec::python

@@ -14,7 +14,8 @@
 #include "python/gil.h"
 #include "python/module.h"
 #include "python/named_tuple.h"
-#include "scheduler/round_graphs.h"
+#include "python/python_executor.h"
+#include "python/rings.h"
 #include "scheduler/scheduler.h"
 
 namespace specdec::python {
@@ -23,129 +24,7 @@ namespace {
 namespace py = pybind11;
 using namespace py::literals;
 
-using scheduler::AdmittedRequest;
-using scheduler::Chunk;
-using scheduler::Constrained;
-using scheduler::Entries;
-using scheduler::RoundGraphs;
-using scheduler::Tokens;
-
-// An AdmittedRequest that owns its values.
-struct PyAdmittedRequest {
-  int64_t id = 0;
-  py::list tokens = py::list();
-  int32_t ngram_group = 0;
-  py::object extra = py::none();
-  py::list cached_entries = py::list();
-  int32_t snapshot = -1;
-};
-
-// A Chunk that owns its tokens, the one after its rows included.
-struct PyChunk {
-  int32_t slot = 0;
-  int64_t start = 0;
-  py::list tokens = py::list();
-};
-
-// A Constrained that owns its tokens.
-struct PyConstrained {
-  int64_t row = 0;
-  int32_t slot = 0;
-  py::list tokens = py::list();
-};
-
-py::list list_of(Tokens tokens) {
-  py::list list(tokens.size());
-  for (size_t i = 0; i < tokens.size(); ++i) list[i] = tokens[i];
-  return list;
-}
-
-class PyExecutor : public scheduler::Executor {
- public:
-  // `graphs` may be null: then every launch is a Python call, after which the device is idle or `progress` is called.
-  PyExecutor(py::object object, std::unique_ptr<RoundGraphs> graphs)
-      : object_(std::move(object)), graphs_(std::move(graphs)) {}
-  py::object& object() { return object_; }
-
-  void set_graphs(const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs) {
-    graphs_->clear();
-    for (const auto& [size, addresses] : graphs) {
-      std::vector<CUgraph_st*> parts;
-      for (const intptr_t address : addresses) parts.push_back(reinterpret_cast<CUgraph_st*>(address));
-      graphs_->add(size, parts);
-    }
-  }
-
-  void begin(int32_t slot, const AdmittedRequest& request) override {
-    const WithGil gil;
-    const py::object extra = request.extra ? py::reinterpret_borrow<py::object>(static_cast<PyObject*>(request.extra))
-                                           : py::object(py::none());
-    object_.attr("begin")(slot, PyAdmittedRequest{.id = request.id,
-                                                  .tokens = list_of(request.tokens),
-                                                  .ngram_group = request.ngram_group,
-                                                  .extra = extra,
-                                                  .cached_entries = list_of(request.cached_entries),
-                                                  .snapshot = request.snapshot});
-  }
-  void prefill(std::span<const Chunk> chunks) override {
-    const WithGil gil;
-    py::list list;
-    for (const Chunk& chunk : chunks) {
-      py::list tokens = list_of(chunk.tokens);
-      tokens.append(chunk.next);
-      list.append(PyChunk{.slot = chunk.slot, .start = chunk.start, .tokens = std::move(tokens)});
-    }
-    object_.attr("prefill")(list);
-  }
-  void save_snapshots(std::span<const int32_t> slots, std::span<const int32_t> snapshots) override {
-    call("save_snapshots", slots, snapshots);
-  }
-  void activate(std::span<const int32_t> slots) override { call("activate", slots); }
-  void launch(int64_t batch, int64_t rows, int64_t max_kv_len) override {
-    if (!graphs_ || !graphs_->launch({batch, rows, max_kv_len})) call("launch", batch, rows, max_kv_len);
-  }
-  void forward(int64_t batch, int64_t rows, int64_t max_kv_len) override {
-    if (!graphs_ || !graphs_->launch({batch, rows, max_kv_len}, RoundGraphs::Part::kFirst))
-      call("forward", batch, rows, max_kv_len);
-  }
-  void constrain(int64_t number, std::span<const Constrained> requests, int64_t batch, int64_t rows,
-                 int64_t max_kv_len) override {
-    {
-      const WithGil gil;
-      py::list list;
-      for (const Constrained& each : requests)
-        list.append(PyConstrained{.row = each.row, .slot = each.slot, .tokens = list_of(each.tokens)});
-      object_.attr("constrain")(number, list, batch, rows);
-    }
-    if (!graphs_ || !graphs_->launch({batch, rows, max_kv_len}, RoundGraphs::Part::kRest))
-      call("finish", batch, rows, max_kv_len);
-  }
-  void deactivate(std::span<const int32_t> slots) override { call("deactivate", slots); }
-  bool busy() override { return graphs_ && graphs_->busy(); }
-  scheduler::Progress progress() override {
-    const WithGil gil;
-    const auto [applied, published] = object_.attr("progress")().cast<std::pair<int64_t, int64_t>>();
-    return {applied, published};
-  }
-  void assign_pages(Entries sources, Entries destinations) override { call("assign_pages", sources, destinations); }
-
- private:
-  template <class... Args>
-  void call(const char* method, const Args&... args) {
-    const WithGil gil;
-    object_.attr(method)(argument(args)...);
-  }
-  template <class T>
-  static const T& argument(const T& value) {
-    return value;
-  }
-  static std::vector<int32_t> argument(Tokens tokens) { return {tokens.begin(), tokens.end()}; }
-
-  py::object object_;
-  std::unique_ptr<RoundGraphs> graphs_;
-};
-
-// A scheduler that owns the executor and the rings.
+// A scheduler that owns the executor, the rings and the channel to other ranks.
 struct Referred {
   PyExecutor executor;
   py::tuple rings;
@@ -160,6 +39,11 @@ struct PyScheduler : private Referred, public scheduler::Scheduler {
   void set_graphs(const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs) {
     Referred::executor.set_graphs(graphs);
   }
+  void record_launches(const scheduler::LaunchWriter& writer) { Referred::executor.record_launches(writer); }
+  void reset_rounds() {
+    Scheduler::reset_rounds();
+    Referred::executor.reset_records();
+  }
 };
 
 }  // namespace
@@ -169,18 +53,8 @@ template <>
 struct pybind11::detail::type_caster<specdec::python::PyScheduler> : initialised_caster<specdec::python::PyScheduler> {
 };
 template <>
-struct pybind11::detail::type_caster<specdec::scheduler::Config> : initialised_caster<specdec::scheduler::Config> {};
-template <>
 struct pybind11::detail::type_caster<specdec::scheduler::Submission>
     : initialised_caster<specdec::scheduler::Submission> {};
-template <>
-struct pybind11::detail::type_caster<specdec::python::PyAdmittedRequest>
-    : initialised_caster<specdec::python::PyAdmittedRequest> {};
-template <>
-struct pybind11::detail::type_caster<specdec::python::PyChunk> : initialised_caster<specdec::python::PyChunk> {};
-template <>
-struct pybind11::detail::type_caster<specdec::python::PyConstrained>
-    : initialised_caster<specdec::python::PyConstrained> {};
 template <>
 struct pybind11::detail::type_caster<specdec::scheduler::RoundCosts>
     : initialised_caster<specdec::scheduler::RoundCosts> {};
@@ -248,15 +122,6 @@ py::object take(const UpdateType& make_update, PyScheduler& scheduler, bool wait
   return list;
 }
 
-// Returns a view of a tensor, which `tensor` keeps alive. Throws TypeError for other objects.
-TensorView named_tensor(const char* op, const char* name, const py::object& object, PyTensor& tensor) try {
-  TensorView view;
-  if (!tensor.load(object.ptr(), view)) throw py::error_already_set();
-  return view;
-} catch (const TypeError& error) {
-  throw TypeError(std::string(op) + ": " + name + " " + error.what());
-}
-
 // Returns the tokens of a field of a Submission: a list of ints or an int32 tensor on the CPU.
 std::vector<int64_t> token_list(const char* name, const py::object& tokens) {
   if (py::isinstance<py::list>(tokens) || py::isinstance<py::tuple>(tokens)) {
@@ -289,31 +154,19 @@ std::unique_ptr<PyScheduler> make_scheduler(py::object executor, const scheduler
                                             const py::object& commands, const py::object& results,
                                             std::optional<intptr_t> stream,
                                             const std::map<RoundGraphs::Size, std::vector<intptr_t>>& graphs,
-                                            bool trace) {
+                                            bool trace, const py::object& channel) {
   scheduler::check_config(config);
   Check check("Scheduler");
-  const auto ring = [&](const char* name, const py::object& object, int64_t min_depth, int64_t min_width) {
-    PyTensor tensor;
-    const TensorView view = named_tensor("Scheduler", name, object, tensor);
-    Dim depth{"depth"}, width{"width"};
-    check.output(name, view, {depth, width}, kInt32);
-    check.require_cpu();
-    check.range((std::string(name) + ".shape[0]").c_str(), depth, min_depth, std::numeric_limits<int32_t>::max());
-    check.range((std::string(name) + ".shape[1]").c_str(), width, min_width, std::numeric_limits<int32_t>::max());
-    return scheduler::RingMemory{view.data<int32_t>(), depth, width};
-  };
-  const round::CommandLayout command_layout{config.max_batch(), config.num_slots, config.max_stops};
-  const auto command_ring = ring("commands", commands, 2, command_layout.words());
-  const round::ResultLayout result_layout{config.accept_width, config.num_levels(), config.max_logprobs};
-  const auto result_ring =
-      ring("results", results, config.rounds_in_flight + 1, result_layout.words(config.max_batch()));
-
+  const RingsOf memory("Scheduler", config, commands, results);
   check.that(stream || graphs.empty(), "stream", "is None", "the stream that graphs are launched on");
   std::unique_ptr<RoundGraphs> round_graphs;
   if (stream) round_graphs = std::make_unique<RoundGraphs>(reinterpret_cast<CUstream_st*>(*stream));
-  auto made =
-      std::make_unique<PyScheduler>(std::move(executor), std::move(round_graphs), py::make_tuple(commands, results),
-                                    config, command_ring, result_ring, trace);
+  auto made = std::make_unique<PyScheduler>(std::move(executor), std::move(round_graphs),
+                                            py::make_tuple(commands, results, channel), config, memory.commands,
+                                            memory.results, trace);
+  if (!channel.is_none())
+    made->record_launches({channel.cast<scheduler::ReplayChannel&>(), memory.commands, memory.command_layout,
+                           memory.results, memory.result_layout});
   if (!graphs.empty()) made->set_graphs(graphs);
   return made;
 }
@@ -481,7 +334,7 @@ void add_scheduler(py::module_& m) {
                              {"rounds", "rows", "host", "wait", "prefill", "device", "following", "gaps"});
   py::class_<PyScheduler>(m, "Scheduler", py::custom_type_setup(collect_executor))
       .def(py::init(&make_scheduler), "executor"_a, "config"_a, py::kw_only(), "commands"_a, "results"_a,
-           "stream"_a = py::none(), "graphs"_a = py::dict(), "trace"_a = false)
+           "stream"_a = py::none(), "graphs"_a = py::dict(), "trace"_a = false, "channel"_a = py::none())
       .def("submit", &PyScheduler::submit, "submission"_a)
       .def(
           "submit_many",

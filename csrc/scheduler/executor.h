@@ -6,7 +6,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
+#include <string>
 
 namespace specdec::scheduler {
 
@@ -91,6 +93,16 @@ class Executor {
   virtual bool busy() = 0;
   // Waits for the device. Called after a launch that threw.
   virtual Progress progress() = 0;
+
+  // Throws once another rank of a divided model has failed. The device counts as gone then.
+  virtual void expect_alive() {}
+  // Waits until all other ranks have finished round `number`, of `batch` rows, which this one has, and throws unless
+  // they have the same results; `name_of_row` names a row in the message. Returns the longest duration of the round on
+  // another rank in ns; 0 if there are no others.
+  virtual int64_t agree(int64_t /*number*/, int64_t /*batch*/,
+                        const std::function<std::string(int64_t)>& /*name_of_row*/) {
+    return 0;
+  }
 };
 
 }  // namespace specdec::scheduler

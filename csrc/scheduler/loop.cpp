@@ -10,6 +10,7 @@
 #include <iterator>
 #include <limits>
 #include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "core/errors.h"
@@ -50,7 +51,12 @@ void Scheduler::call_for(const std::vector<Request*>& requests, Call&& call) {
 bool Scheduler::turn() {
   const Span span(recorder_, Work::kTurn);
   exception_delivered_ = false;
-  if (launch_unknown_) recover();
+  if (!device_error_) try {
+      executor_.expect_alive();
+    } catch (...) {
+      device_error_ = std::current_exception();
+    }
+  if (launch_unknown_ && !device_error_) recover();
   if (device_error_) {
     fail_all();
     pause_if_requested();
@@ -449,10 +455,15 @@ void Scheduler::read_oldest_round() {
   const Round round = std::move(in_flight_.front());
   in_flight_.pop_front();
   const std::vector<Request*> requests = live_requests(round);
-  call_for(requests, [&] { wait_for_round(round); });
+  int64_t slowest = 0;  // ns on another rank
+  call_for(requests, [&] {
+    wait_for_round(round);
+    slowest = agree(round);
+  });
 
   const Span span(recorder_, Work::kRead);
-  const int64_t started_at = results_.started_at(round.number), ended_at = results_.ended_at(round.number);
+  const int64_t started_at = results_.started_at(round.number);
+  const int64_t ended_at = std::max(results_.ended_at(round.number), started_at + slowest);
   if (round.is_first) {
     recorder_.add_first_round(started_at, ended_at, std::ssize(round.rows));
   } else {
@@ -565,6 +576,15 @@ void Scheduler::wait_for_round(const Round& round) {
   }
   wait_until(done);
   round_started_ns_ = round::nanoseconds();  // the next round in flight started when this one ended
+}
+
+// Waits until the other ranks have the same results of a round, and returns its longest duration there.
+int64_t Scheduler::agree(const Round& round) {
+  return executor_.agree(round.number, config_.batch_sizes[round.size], [&](int64_t row) -> std::string {
+    if (row >= std::ssize(round.rows)) return "empty row " + std::to_string(row);
+    const auto& [slot, request_id] = round.rows[static_cast<size_t>(row)];
+    return "request " + std::to_string(request_id) + " (slot " + std::to_string(slot) + ")";
+  });
 }
 
 // Waits for the device. Polls without sleeping at first, since the wait may be a matter of microseconds.

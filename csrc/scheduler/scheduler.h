@@ -210,6 +210,7 @@ class Scheduler {
             bool constrained = false);
   void constrain(const Round& round, int64_t rows, int64_t max_kv_len);
   void wait_for_round(const Round& round);
+  int64_t agree(const Round& round);
   void wait_until(const std::function<bool()>& done);
   std::vector<Request*> live_requests(const Round& round) const;
   template <class Call>

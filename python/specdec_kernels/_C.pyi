@@ -1249,13 +1249,70 @@ class PrefixCache:
     @property
     def num_evicted_snapshots(self) -> int: ...
 
+class ReplaySizes:
+    """The sizes of the memory that ranks share; `bytes` in all."""
+
+    def __init__(self, *, num_ranks: int, capacity: int, depth: int, words: int) -> None: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def words(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+class ReplayChannel:
+    """The memory that the ranks of a host share, as one of them sees it; see csrc/scheduler/replay.h.
+
+    `memory` is int64 on the host, zeroed before the first rank takes it.
+    """
+
+    def __init__(self, memory: Tensor, sizes: ReplaySizes, rank: int) -> None: ...
+    def write(self, record: bytes) -> None:
+        """Write a record on rank 0; wait while there is no room."""
+    def close(self) -> None: ...
+    def fail(self, reason: str) -> None:
+        """End all ranks for this reason, unless there is one already."""
+    def watch(self) -> None:
+        """Watch the processes of other ranks from now on. Call it when all ranks have their channels."""
+    def process(self, rank: int) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def failure(self) -> str:
+        """Return why a rank has failed; empty if none has."""
+    @property
+    def closed(self) -> bool: ...
+
+class Replayer:
+    """Makes the executor calls that rank 0 records; arguments are as for `Scheduler`."""
+
+    def __init__(
+        self,
+        executor: _Executor,
+        channel: ReplayChannel,
+        config: SchedulerConfig,
+        *,
+        commands: Tensor,
+        results: Tensor,
+        stream: int | None = None,
+        graphs: Mapping[tuple[int, int, int], Sequence[int]] = {},
+    ) -> None: ...
+    def next(self) -> bytes | None:
+        """Launch rounds until there is another record, and return it; None once rank 0 has closed the channel."""
+    def set_graphs(self, graphs: Mapping[tuple[int, int, int], Sequence[int]]) -> None: ...
+
 class Scheduler:
     """Continuous batching in C++.
 
     `commands` and `results` are the host's side of the rings that `apply_commands` and `publish_results` work on:
     contiguous int32, pinned if the device is a GPU. `graphs` are captured rounds, as raw cudaGraph_t, by batch, number
     of nodes and KV bucket; the smallest sufficient one is launched on `stream`. Three zeros: `apply_commands` and
-    `free_pages` alone; no nodes: a draft replays its backlog. Other rounds are `executor.launch` calls.
+    `free_pages` alone; no nodes: a draft replays its backlog. Other rounds are `executor.launch` calls. With a
+    `channel`, launches are recorded for the other ranks, and rounds are compared with theirs.
     """
 
     def __init__(
@@ -1268,6 +1325,7 @@ class Scheduler:
         stream: int | None = None,
         graphs: Mapping[tuple[int, int, int], Sequence[int]] = {},
         trace: bool = False,
+        channel: ReplayChannel | None = None,
     ) -> None: ...
     def submit(self, submission: Submission) -> int: ...
     def submit_many(self, submissions: Sequence[Submission]) -> list[int]:
