@@ -13,6 +13,7 @@ import torch
 from .. import _C
 from ..models.backends.select import implementation_of, windows_of
 from ..models.families import family_of, kv_numbers, position_limit
+from ..models.shard import WHOLE, Shard
 from ..models.state_cache import MOST_TREE_NODES, StateSpec, bytes_of
 from ..models.weights.kv_scales import kv_dtype_of
 from ..models.weights.loading import DTYPES
@@ -179,7 +180,9 @@ class EngineConfig:
     state_bytes: int
 
     @classmethod
-    def resolve(cls, model: Any, draft: Draft, machine: Machine, options: EngineOptions) -> EngineConfig:
+    def resolve(
+        cls, model: Any, draft: Draft, machine: Machine, options: EngineOptions, shard: Shard = WHOLE
+    ) -> EngineConfig:
         """Resolve the options of an engine for a target with this config. Allocate nothing, read no weights.
 
         Args:
@@ -187,6 +190,7 @@ class EngineConfig:
             draft: whose needs the engine meets.
             machine: the device and its memory.
             options: what the user asks for; None entries are chosen here.
+            shard: the share of the target that the machine holds.
 
         Raises:
             ValueError: options that the model, the draft or the device rules out; a pool that cannot hold one request;
@@ -249,7 +253,8 @@ class EngineConfig:
                 bytes_of(spec, options.num_slots, needs.num_nodes) + num_snapshots * spec.nbytes for spec in states
             ),
         )
-        check_memory(config, model)  # before sizes are listed that may be too many for a list
+        share = shard.config(model)
+        check_memory(config, share)  # before sizes are listed that may be too many for a list
         check_num_nodes(options.num_slots, needs.num_nodes)
         batch_sizes = batch_sizes_of(options, captures)
         config = replace(
@@ -259,7 +264,7 @@ class EngineConfig:
             measured_sizes=batch_sizes if on_cuda else tuple(sorted({batch_sizes[0], largest})),
             rows=tuple(budget_levels(batch, needs.num_nodes, adaptive, draft.sampled) for batch in batch_sizes),
         )
-        return replace(config, round_sizes=round_sizes_of(config, model, draft)) if captures else config
+        return replace(config, round_sizes=round_sizes_of(config, share, draft)) if captures else config
 
     @property
     def all_rows(self) -> list[list[int]]:
@@ -393,6 +398,11 @@ def budget_levels(batch: int, num_nodes: int, adaptive: bool = True, equal: bool
     if len(levels) > 1 and 3 * levels[-2] >= 2 * most:
         levels.pop()
     return (*levels, most)
+
+
+def result_words(config: EngineConfig) -> int:
+    """Return the words of a record of results."""
+    return _C.result_words(config.num_slots, config.needs.accept_width, config.num_levels, config.top_n)
 
 
 def ring_bytes(num_slots: int, accept_width: int, num_levels: int, top_n: int) -> int:

@@ -6,7 +6,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -15,23 +14,21 @@ import torch
 from torch import nn
 
 from ..models.backends.self_check import ModuleMismatchError
-from ..models.weights.adapters import with_base
-from ..models.weights.checkpoint import expect_folder
-from ..models.weights.model_config import config_of, model_name
+from ..parallel.ranks import Ranks
 from ..status import FinishReason
 from .acceptance import AcceptanceMonitor
-from .config import EngineConfig, Machine
-from .drafts import Draft, Learner
-from .drafts.composition import close_draft, expect_closed, having
+from .drafts import Draft
+from .drafts.composition import close_draft, expect_closed
+from .follower import follow, open_ranks
 from .inputs import InputProcessor
+from .loading import Loading, place_for
 from .options import EngineOptions
 from .outputs import NewTokens
 from .params import SamplingParams
 from .request import BaseRequest
-from .startup import Runtime, on_stream, open_runtime
+from .startup import Runtime, forget, on_stream
 from .stats import EngineStats, read_stats
 from .text.detokenizer import Detokenizer
-from .text.prompts import load_tokenizer, own_tokenizer
 from .threads import EngineThreads
 from .transfer.kv_transfer import pack_slot, record_stream
 from .transfer.migration import (
@@ -43,7 +40,7 @@ from .transfer.migration import (
     plain_values,
     resumed_from,
 )
-from .tuning import calibrations_for, costs_for, read_tuning, rounds_of, tuning_of
+from .tuning import tuning_of
 from .weight_updates import WeightManager
 
 AnyRequest = TypeVar("AnyRequest", bound=BaseRequest)
@@ -64,54 +61,32 @@ class EngineCore:
     def __init__(self, model: str | Path | nn.Module, draft: Draft | None, options: EngineOptions) -> None:
         self.draft = Draft() if draft is None else draft
         expect_closed(self.draft)
-        tuning = {} if options.tuning is None else read_tuning(options.tuning)
-        machine = Machine.of(options.device)
-        expect_folder(model, "Engine: model")
-        base, adapter = with_base(model, options.adapter)
-        model_config = config_of(base)
-        config = EngineConfig.resolve(model_config, self.draft, machine, options)
-        self._target_name = "+".join(model_name(part) for part in (base, adapter) if part is not None)
-        self._rounds = rounds_of(model_config, self.draft, config)
-        calibrations = calibrations_for(tuning, self.draft, self._target_name)
+        loading = Loading.of(model, self.draft, options, place_for(model, options))
+        loading.calibrations()
         if options.trace is not None:
             check_writable(options.trace)
-        tokenizer, no_tokenizer = load_tokenizer(
-            base, options.tokenizer or own_tokenizer(adapter), options.trust_remote_code
-        )
-
-        def opened(config: EngineConfig) -> Runtime:
-            return open_runtime(
-                base,
-                self.draft,
-                config,
-                adapter=adapter,
-                tokenizer=tokenizer,
-                no_tokenizer=no_tokenizer,
-                calibrations=calibrations,
-                costs=costs_for(tuning, self._rounds, config),
-                trace=options.trace is not None,
-                progress=options.progress,
-            )
-
-        mismatch = ""
+        ranks = open_ranks(loading, lambda: (model, self.draft, options))
         try:
-            self.runtime = opened(config)
-        except ModuleMismatchError as error:
-            if options.implementation != "auto" or config.state_bytes:  # no other backend keeps recurrent states
-                raise
-            mismatch = str(error)
-        if mismatch:  # the first model is freed by now
-            warnings.warn(f"Engine: {mismatch}; its modules run, which is slower", RuntimeWarning, stacklevel=3)
-            options = replace(options, implementation="transformers")
-            config = EngineConfig.resolve(model_config, self.draft, machine, options)
-            self._rounds = rounds_of(model_config, self.draft, config)
-            self.runtime = opened(config)
+            if ranks is not None and not ranks.decides:
+                follow(loading, ranks)
+                raise SystemExit(0)  # the rest of the script is rank 0's
+            loading, self.runtime = opened(loading, ranks)
+        except BaseException as error:
+            if ranks is not None:
+                reason = ranks.channel.failure
+                ranks.fail(error)
+                ranks.close()
+                if reason:
+                    raise RuntimeError(f"Engine: {reason}") from error
+            raise
+        self._target_name, self._rounds = loading.target_name, loading.rounds
+        tokenizer, no_tokenizer = loading.tokenizer, loading.no_tokenizer
         self.executor, self.scheduler, self.stream = self.runtime.executor, self.runtime.scheduler, self.runtime.stream
         self.config, self.target, self.state = self.runtime.config, self.executor.target, self.executor.state
         self.inputs = InputProcessor(self.config, self.target, self.draft, tokenizer, no_tokenizer)
         self.threads = EngineThreads(self.scheduler, self.stream, AcceptanceMonitor(self.draft))
         self.weights = WeightManager(self.runtime, self.threads)
-        self._closer = weakref.finalize(self, close, self.threads, self.draft)  # also when the interpreter ends
+        self._closer = weakref.finalize(self, close, self.threads, self.draft, ranks)  # also when the interpreter ends
 
     # --- for requests (`RequestHost`)
 
@@ -247,8 +222,8 @@ class EngineCore:
     def forget_texts(self) -> None:
         """Let drafts forget what they learned from requests, for benchmarks. No request may be running."""
         with self.threads.paused(restart=True), on_stream(self.stream):
-            for draft in having(self.draft, Learner):
-                draft.forget()
+            self.runtime.record("forget")
+            forget(self.draft)
 
     def stats(self) -> EngineStats:
         """Return counts and times of rounds so far."""
@@ -280,9 +255,25 @@ def forward_tokens(
                     raise request.error
 
 
-def close(threads: EngineThreads, draft: Draft) -> None:
+def opened(loading: Loading, ranks: Ranks | None) -> tuple[Loading, Runtime]:
+    """Load the models; where our layers cannot express the target, and may be replaced, its modules."""
+    try:
+        return loading, loading.open(ranks)
+    except ModuleMismatchError as error:
+        # No other backend keeps recurrent states, nor divides a model.
+        if loading.options.implementation != "auto" or loading.config.state_bytes or ranks is not None:
+            raise
+        mismatch = str(error)  # not the error, which holds the first model
+    warnings.warn(f"Engine: {mismatch}; its modules run, which is slower", RuntimeWarning, stacklevel=4)
+    loading = loading.with_modules()
+    return loading, loading.open(None)
+
+
+def close(threads: EngineThreads, draft: Draft, ranks: Ranks | None) -> None:
     """End what an engine runs on. It takes no engine, since the engine may have been collected."""
     threads.close()
+    if ranks is not None:
+        ranks.close()
     close_draft(draft)
 
 

@@ -118,6 +118,12 @@ class EngineOptions:
         "they start with. A request that is retracted for lack of pages may differ from then on, since its output so "
         "far is prefilled as a prompt. Refused for models with experts.",
     )
+    tp: int | None = option(
+        None,
+        "GPUs of this host that the target is divided among, with a rank on each (docs/tensor_parallel.md). The engine "
+        "starts the other ranks, unless torchrun has: there, the first rank runs the script from here on; the others "
+        "serve it until it closes the engine, and exit. The model must be a path or hub id. None: 1.",
+    )
     implementation: str = option(
         "auto",
         "of the target: 'native' (our layers, for registered families), 'transformers' (its modules, our attention; "
@@ -148,6 +154,8 @@ class EngineOptions:
         check_at_least(1, snapshot_rows=self.snapshot_rows)
         if self.num_snapshots is not None:
             check_at_least(0, num_snapshots=self.num_snapshots)
+        if self.tp is not None:
+            check_at_least(1, tp=self.tp)
         if self.rounds_in_flight is not None and not 1 <= self.rounds_in_flight < RING_DEPTH:
             raise ValueError(f"Engine: rounds_in_flight is {self.rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
         self._check_mem_fraction()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,17 @@ from torch import nn
 from .. import _C
 from ..models.backends.select import open_language_model
 from ..models.language_model import LanguageModel
+from ..models.layers.reduction import LOCAL
 from ..models.options import ModelOptions
+from ..models.shard import WHOLE
+from ..parallel.ranks import Ranks
 from .config import MAX_STOP_TOKENS, EngineConfig, PagePlan
 from .device.executor import Executor
 from .device.grammar_masks import TreeMasks
 from .device.graphs import Graphs, capture
 from .device.memory import pages_that_fit
 from .device.prefill_graphs import captured_shapes
+from .device.recording import RecordingExecutor
 from .device.rings import Rings
 from .device.round import Round
 from .device.state import EngineState
@@ -37,14 +41,41 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Runtime:
-    """What an engine runs on. `graphs` is None where rounds are launched call by call, and while the engine sleeps."""
+class RankRuntime:
+    """What a rank of an engine runs on.
+
+    Attributes:
+        config: with the pages that there are.
+        executor: makes the device's calls.
+        stream: of the rounds; None on a CPU.
+        graphs: captured; None where rounds are launched call by call, and while the engine sleeps.
+        ranks: this rank among others; None: the engine has one process.
+    """
 
     config: EngineConfig
     executor: Executor
     stream: torch.cuda.Stream | None
     graphs: Graphs | None
+    ranks: Ranks | None
+
+    def record(self, name: str, *arguments: Any) -> None:
+        """Let the other ranks, if there are any, make a call (`Ranks.record`)."""
+        if self.ranks is not None:
+            self.ranks.record(name, *arguments)
+
+
+@dataclass
+class Runtime(RankRuntime):
+    """What an engine runs on: that of the rank with the scheduler."""
+
     scheduler: _C.Scheduler
+
+
+@dataclass
+class FollowerRuntime(RankRuntime):
+    """What another rank runs on, which launches what the scheduler of rank 0 launches."""
+
+    replayer: _C.Replayer
 
 
 def open_runtime(
@@ -59,6 +90,7 @@ def open_runtime(
     costs: _C.RoundCosts | None,
     trace: bool,
     progress: bool,
+    ranks: Ranks | None = None,
 ) -> Runtime:
     """Load target and draft, and create what their rounds need. On failure, close the draft again.
 
@@ -73,19 +105,21 @@ def open_runtime(
         costs: of rounds, if known; else they are measured.
         trace: whether rounds record their times.
         progress: whether to show progress bars.
+        ranks: this rank, the first, among those of a divided target.
     """
-    executor = load_target(model, draft, config, adapter)
-    round = executor.round
+    executor, stream = open_models(model, draft, config, adapter, tokenizer, no_tokenizer, ranks)
+
+    def started(config: EngineConfig) -> Runtime:
+        with on_stream(stream):
+            graphs = capture_all(executor, config, stream, progress)
+            scheduler = make_scheduler(executor, config, stream, graphs, trace, ranks)
+        return Runtime(config, executor, stream, graphs, ranks, scheduler)
+
     try:
-        catches_up = config.max_idle_rounds > 0
-        context = DraftContext(round.target, round.state, config.max_len, catches_up, tokenizer, no_tokenizer)
-        open_draft(draft, context)
-        device = config.machine.device
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if config.mem_fraction is not None:
-            assert stream is not None
-            config = size_pools(executor, config, stream, trace, progress)
-        graphs, scheduler = start(executor, config, stream, trace, progress)
+            config = size_pools(executor, config, started)
+        runtime = started(config)
+        scheduler = runtime.scheduler
         with on_stream(stream):
             if config.num_levels > 0 and costs is not None:
                 scheduler.set_costs(costs)
@@ -94,17 +128,84 @@ def open_runtime(
                 num_sizes = sum(len(rows_of[size]) for size in config.measured_sizes)
                 with announced(f"timing rounds of {num_sizes} sizes; Engine.tuning keeps the times for the next start"):
                     scheduler.measure_rounds(list(config.measured_sizes))
-                for each in having(draft, Learner):
-                    each.forget()
+                runtime.record("forget")
+                forget(draft)
+            runtime.record("calibrate", calibrations)
             calibrate(draft, calibrations)
     except BaseException:
         close_draft(draft)
         raise
-    return Runtime(config, executor, stream, graphs, scheduler)
+    return runtime
+
+
+def open_follower(
+    model: str | Path | nn.Module,
+    draft: Draft,
+    config: EngineConfig,
+    *,
+    adapter: Path | None,
+    tokenizer: Any,
+    no_tokenizer: str,
+    ranks: Ranks,
+) -> FollowerRuntime:
+    """Do on another rank what `open_runtime` does on rank 0, up to where rank 0 begins to record calls.
+
+    Args:
+        model: as for `open_runtime`.
+        draft: as for `open_runtime`.
+        config: as for `open_runtime`.
+        adapter: as for `open_runtime`.
+        tokenizer: as for `open_runtime`.
+        no_tokenizer: as for `open_runtime`.
+        ranks: this rank among those of the target.
+    """
+    executor, stream = open_models(model, draft, config, adapter, tokenizer, no_tokenizer, ranks)
+
+    def started(config: EngineConfig) -> FollowerRuntime:
+        with on_stream(stream):
+            graphs = capture_all(executor, config, stream, progress=False)
+            replayer = make_replayer(executor, config, stream, graphs, ranks)
+        return FollowerRuntime(config, executor, stream, graphs, ranks, replayer)
+
+    try:
+        if config.mem_fraction is not None:
+            config = size_pools(executor, config, started)
+        return started(config)
+    except BaseException:
+        close_draft(draft)
+        raise
+
+
+def open_models(
+    model: str | Path | nn.Module,
+    draft: Draft,
+    config: EngineConfig,
+    adapter: Path | None,
+    tokenizer: Any,
+    no_tokenizer: str,
+    ranks: Ranks | None,
+) -> tuple[Executor, torch.cuda.Stream | None]:
+    """Load target and draft, and return the executor of their rounds, and the stream that it runs on."""
+    executor = load_target(model, draft, config, adapter, ranks)
+    round = executor.round
+    catches_up = config.max_idle_rounds > 0
+    open_draft(draft, DraftContext(round.target, round.state, config.max_len, catches_up, tokenizer, no_tokenizer))
+    device = config.machine.device
+    return executor, torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def forget(draft: Draft) -> None:
+    """Let drafts forget what they learned from requests; no slot has one."""
+    for each in having(draft, Learner):
+        each.forget()
 
 
 def load_target(
-    model: str | Path | nn.Module, draft: Draft, config: EngineConfig, adapter: Path | None = None
+    model: str | Path | nn.Module,
+    draft: Draft,
+    config: EngineConfig,
+    adapter: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> Executor:
     """Load the target with its pools, and create slot state, rings and rounds; the draft is opened later."""
     device = config.machine.device
@@ -123,6 +224,8 @@ def load_target(
         num_snapshots=config.num_snapshots,
         max_nodes=config.needs.num_nodes,
         accept_width=config.needs.accept_width,
+        shard=WHOLE if ranks is None else ranks.shard,
+        reduction=LOCAL if ranks is None else ranks.reduction,
     )
     target = open_language_model(model, options, config.implementation)
     check_windows(target, config.pages)
@@ -181,13 +284,18 @@ def check_windows(target: LanguageModel, pages: PagePlan) -> None:
 
 
 def size_pools(
-    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream, trace: bool, progress: bool
+    executor: Executor, config: EngineConfig, started: Callable[[EngineConfig], RankRuntime]
 ) -> EngineConfig:
-    """Resize the pools to what `mem_fraction` leaves, measured in a trial run with pools of one request."""
-    trial = start(executor, config, stream, trace, progress)
+    """Resize the pools to what `mem_fraction` leaves next to a trial run with pools of one request.
+
+    Ranks have as many pages as fit on each of them.
+    """
     assert config.mem_fraction is not None
-    with on_stream(stream):
+    trial = started(config)
+    with on_stream(trial.stream):
         fitting = pages_that_fit(executor, config.mem_fraction, config.prefill_chunk)
+    if trial.ranks is not None:
+        fitting = trial.ranks.least(fitting)
     del trial
     executor.passes.captured.clear()
     torch.cuda.empty_cache()
@@ -201,15 +309,6 @@ def size_pools(
     executor.target.resize_pools(num_pages)
     resize_pools(executor.draft, num_pages)
     return dataclasses.replace(config, num_pages=num_pages)
-
-
-def start(
-    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, trace: bool, progress: bool
-) -> tuple[Graphs | None, _C.Scheduler]:
-    """Capture rounds and prefill passes, if they are to be, and create the scheduler that launches them."""
-    with on_stream(stream):
-        graphs = capture_all(executor, config, stream, progress)
-        return graphs, make_scheduler(executor, config, stream, graphs, trace)
 
 
 def capture_all(
@@ -234,12 +333,10 @@ def capture_all(
         return None
 
 
-def make_scheduler(
-    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, graphs: Graphs | None, trace: bool
-) -> _C.Scheduler:
-    """Make the scheduler, with its sizes by name, and check them."""
-    round, rings = executor.round, executor.round.rings
-    sizes = _C.SchedulerConfig(
+def scheduler_sizes(executor: Executor, config: EngineConfig) -> _C.SchedulerConfig:
+    """Return the sizes that the scheduler works with."""
+    round = executor.round
+    return _C.SchedulerConfig(
         num_slots=config.num_slots,
         num_pages=config.num_pages,
         page_size=config.page_size,
@@ -264,14 +361,43 @@ def make_scheduler(
         plain_rounds=config.plain_rounds,
         max_idle_rounds=config.max_idle_rounds,
     )
+
+
+def make_scheduler(
+    executor: Executor,
+    config: EngineConfig,
+    stream: torch.cuda.Stream | None,
+    graphs: Graphs | None,
+    trace: bool,
+    ranks: Ranks | None = None,
+) -> _C.Scheduler:
+    """Make the scheduler. With other ranks, its calls are recorded for them."""
+    rings = executor.round.rings
     return _C.Scheduler(
-        executor,
-        sizes,
+        executor if ranks is None else RecordingExecutor(executor, ranks),
+        scheduler_sizes(executor, config),
         commands=rings.commands,
         results=rings.results,
         stream=stream.cuda_stream if stream else None,
         graphs=graphs.raw() if graphs else {},
         trace=trace,
+        channel=None if ranks is None else ranks.channel,
+    )
+
+
+def make_replayer(
+    executor: Executor, config: EngineConfig, stream: torch.cuda.Stream | None, graphs: Graphs | None, ranks: Ranks
+) -> _C.Replayer:
+    """Make what launches, on another rank, the rounds that rank 0 launches."""
+    rings = executor.round.rings
+    return _C.Replayer(
+        executor,
+        ranks.channel,
+        scheduler_sizes(executor, config),
+        commands=rings.commands,
+        results=rings.results,
+        stream=stream.cuda_stream if stream else None,
+        graphs=graphs.raw() if graphs else {},
     )
 
 

@@ -156,7 +156,7 @@ def calibrate(draft: Draft, calibrations: Sequence[dict[str, Any] | None]) -> No
 # --- costs
 
 
-def rounds_of(model: Any, draft: Draft, config: EngineConfig) -> dict[str, Any]:
+def rounds_of(model: Any, draft: Draft, config: EngineConfig, num_ranks: int = 1) -> dict[str, Any]:
     """Return what round costs depend on besides sizes; costs are reused only if all of it is equal."""
     device, shape = config.machine.device, model.to_dict()
     needs = config.needs
@@ -180,6 +180,7 @@ def rounds_of(model: Any, draft: Draft, config: EngineConfig) -> dict[str, Any]:
             "scratch_rows": needs.scratch_rows,
             "kv_numbers": needs.kv_numbers,
         },
+        **({"ranks": num_ranks} if num_ranks > 1 else {}),
     }
 
 

@@ -137,9 +137,10 @@ class Executor:
     def constrain(self, number: int, requests: list[ConstrainedRow], batch: int, num_rows: int) -> None:
         if requests:
             assert self.round.masks is not None
-            self.round.masks.fill(number, requests, batch, self.round.most_nodes(batch, num_rows), self._is_busy)
+            self.round.masks.fill(number, requests, batch, self.round.most_nodes(batch, num_rows), self.is_busy)
 
-    def _is_busy(self) -> bool:
+    def is_busy(self) -> bool:
+        """Return whether the device is working."""
         device = self.state.seq_lens.device
         return device.type == "cuda" and not torch.cuda.current_stream(device).query()
 

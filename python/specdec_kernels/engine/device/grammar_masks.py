@@ -24,18 +24,21 @@ class TreeMasks:
 
     Attributes:
         allowed: [rows, ceil(V / 32)] int32 on the device, of packed rows as `edit_logits` takes them.
+        on_host: the same on the host, up to date in the rows that were filled last.
+        filled: these rows.
     """
 
     def __init__(self, num_slots: int, num_rows: int, most_nodes: int, vocab: int, device: torch.device) -> None:
         words = -(-vocab // 32)
         pinned = device.type == "cuda"
         self.allowed = torch.full((num_rows, words), FULL, dtype=torch.int32, device=device)
-        self._on_host = torch.full(self.allowed.shape, FULL, dtype=torch.int32, pin_memory=pinned)
+        self.on_host = torch.full(self.allowed.shape, FULL, dtype=torch.int32, pin_memory=pinned)
         self._trees = torch.zeros(num_slots * (3 * most_nodes + 1) + 1, dtype=torch.int32, pin_memory=pinned)
         self._number = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
         self._copies = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
         self._threads = ThreadPoolExecutor(thread_name_prefix="specdec masks")
         self.matchers: dict[int, Matcher] = {}  # of slots, where they have one
+        self.filled = range(0)
 
     def reset(self) -> None:
         """Discard the trees of all rounds."""
@@ -65,10 +68,7 @@ class TreeMasks:
             num_nodes: nodes of each tree.
             busy: whether the device is working; an idle device publishes nothing more.
         """
-        while int(self._number) != number:
-            if not busy() and int(self._number) != number:
-                raise RuntimeError(f"the device is idle and has not published the trees of record {number}")
-            time.sleep(POLL_SECONDS)
+        self._wait_for_trees(number, busy)
         size = batch * num_nodes
         tokens, first_child, next_sibling = self._trees[: 3 * size].view(3, batch, num_nodes).long()
         ends = self._trees[3 * size : 3 * size + batch + 1].tolist()
@@ -79,7 +79,7 @@ class TreeMasks:
             for token in request.tokens:
                 matcher.accept(token)
             begin, count = ends[row], ends[row + 1] - ends[row]
-            allowed = self._on_host[begin : begin + count].fill_(FULL)
+            allowed = self.on_host[begin : begin + count].fill_(FULL)
             if count > 0 and not matcher.has_ended:
                 links = [part[row, :count].tolist() for part in (first_child, next_sibling, tokens)]
                 fill_tree(matcher, links[0], links[1], links[2], allowed)
@@ -88,13 +88,31 @@ class TreeMasks:
         for _ in self._threads.map(fill_one, requests) if len(requests) > 1 else map(fill_one, requests):
             pass
         rows = [(ends[request.row], ends[request.row + 1]) for request in requests]
-        begin, end = min(first for first, _ in rows), max(last for _, last in rows)
+        self.filled = range(min(first for first, _ in rows), max(last for _, last in rows))
+        self._copy_filled()
+
+    def take(self, number: int, first: int, words: Tensor, busy: Callable[[], bool]) -> None:
+        """Take masks that another rank has filled for round `number`: int32 words of the rows from `first` on."""
+        self._wait_for_trees(number, busy)
+        rows = words.view(-1, self.allowed.shape[1])
+        self.filled = range(first, first + len(rows))
+        self.on_host[first : first + len(rows)] = rows
+        self._copy_filled()
+
+    def _wait_for_trees(self, number: int, busy: Callable[[], bool]) -> None:
+        while int(self._number) != number:
+            if not busy() and int(self._number) != number:
+                raise RuntimeError(f"the device is idle and has not published the trees of record {number}")
+            time.sleep(POLL_SECONDS)
+
+    def _copy_filled(self) -> None:
+        begin, end = self.filled.start, self.filled.stop
         if self._copies is None:
-            self.allowed[begin:end] = self._on_host[begin:end]
+            self.allowed[begin:end] = self.on_host[begin:end]
             return
         # Runs parallel to the target's pass. Earlier rounds have read what this overwrites, or no tree would be there.
         with torch.cuda.stream(self._copies):
-            self.allowed[begin:end].copy_(self._on_host[begin:end], non_blocking=True)
+            self.allowed[begin:end].copy_(self.on_host[begin:end], non_blocking=True)
         torch.cuda.current_stream(self.allowed.device).wait_stream(self._copies)
 
 

@@ -1,0 +1,89 @@
+"""A rank other than the first: it makes the calls that rank 0 records, and decides nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..parallel import launch
+from ..parallel.ranks import Ranks
+from .device.recording import ReplayedCalls
+from .drafts.composition import close_draft
+from .loading import Loading
+from .startup import FollowerRuntime, forget, on_stream
+from .tuning import calibrate
+
+
+def open_ranks(loading: Loading, work: Callable[[], Any]) -> Ranks | None:
+    """Return this rank among those of an engine, once all are there; None: the engine has one process.
+
+    `work` returns what `serve_rank` needs in ranks that this one starts: the model, the draft and the options.
+    """
+    if loading.place is None:
+        return None
+    return launch.open_ranks(loading.place, loading.machine.device, loading.channel_sizes, work)
+
+
+def serve_rank(joining: launch.Joining) -> None:
+    """Be the rank that rank 0 has started with `open_ranks`, until it closes."""
+    model, draft, options = pickle.loads(joining.work)
+    place = launch.Place(joining.rank, joining.sizes["num_ranks"], by_torchrun=False)
+    loading = Loading.of(model, draft, options, place)
+    ranks = launch.join(joining, loading.machine.device)
+    try:
+        follow(loading, ranks)
+    finally:
+        ranks.close()
+
+
+def follow(loading: Loading, ranks: Ranks) -> None:
+    """Load this rank's part of the models, and make the calls that rank 0 records until it closes.
+
+    Raises:
+        RuntimeError: a rank has failed.
+        Exception: what was raised here. All ranks end for this reason then.
+    """
+    try:
+        runtime = loading.open_follower(ranks)
+        try:
+            Follower(runtime).run()
+        finally:
+            close_draft(loading.draft)
+    except BaseException as error:
+        ranks.fail(error)
+        raise
+
+
+class Follower(ReplayedCalls):
+    """The calls that rank 0 records, on this rank; `run` makes them until rank 0 closes."""
+
+    def __init__(self, runtime: FollowerRuntime) -> None:
+        super().__init__(runtime.executor)
+        self._runtime, self._draft = runtime, runtime.executor.draft
+
+    def run(self) -> None:
+        """Make the recorded calls; return when rank 0 has closed the engine."""
+        runtime = self._runtime
+        with contextlib.ExitStack() as stack:
+            if runtime.stream is not None:
+                stack.enter_context(torch.cuda.device(runtime.stream.device))
+                stack.enter_context(torch.cuda.stream(runtime.stream))
+            while (record := runtime.replayer.next()) is not None:
+                name, arguments = pickle.loads(record)
+                getattr(self, name)(*arguments)
+
+    # --- calls between rounds
+
+    def forget(self) -> None:
+        """Let drafts forget what they learned from requests."""
+        with on_stream(self._runtime.stream):
+            forget(self._draft)
+
+    def calibrate(self, calibrations: Sequence[dict[str, Any] | None]) -> None:
+        """Copy calibrations into the draft."""
+        with on_stream(self._runtime.stream):
+            calibrate(self._draft, calibrations)

@@ -1,0 +1,152 @@
+"""What an engine works out before it reads weights: sizes, names and the tokenizer; the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..models.shard import WHOLE
+from ..models.weights.adapters import with_base
+from ..models.weights.checkpoint import expect_folder
+from ..models.weights.model_config import config_of, model_name
+from ..parallel.launch import Place, place_of, sizes_of
+from ..parallel.ranks import Ranks
+from .config import EngineConfig, Machine, default_device, result_words
+from .drafts import Draft
+from .options import RING_DEPTH, EngineOptions
+from .startup import FollowerRuntime, Runtime, open_follower, open_runtime
+from .text.prompts import load_tokenizer, own_tokenizer
+from .tuning import calibrations_for, costs_for, read_tuning, rounds_of
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A target and a draft before they are loaded.
+
+    Attributes:
+        draft: as given, or a `Draft` that drafts nothing.
+        options: of the engine.
+        place: of this rank; None: the engine has one process.
+        machine: of this rank.
+        base: the target, without the adapter that is merged into it.
+        adapter: that adapter's folder, or None.
+        model_config: of the target.
+        config: all sizes.
+        tuning: what was read of it; empty: nothing is known.
+        tokenizer: of the target; None: there is none, for the reason `no_tokenizer`.
+    """
+
+    draft: Draft
+    options: EngineOptions
+    place: Place | None
+    machine: Machine
+    base: str | Path | nn.Module
+    adapter: Path | None
+    model_config: Any
+    config: EngineConfig
+    tuning: dict[str, Any]
+    tokenizer: Any
+    no_tokenizer: str
+
+    @classmethod
+    def of(
+        cls, model: str | Path | nn.Module, draft: Draft, options: EngineOptions, place: Place | None = None
+    ) -> Loading:
+        """Resolve the options for a model and a draft.
+
+        Raises:
+            ValueError, OSError, TypeError: as `Engine`.
+        """
+        tuning = {} if options.tuning is None else read_tuning(options.tuning)
+        device = options.device if place is None else place.device(options.device, default_device())
+        machine = Machine.of(device)
+        expect_folder(model, "Engine: model")
+        base, adapter = with_base(model, options.adapter)
+        model_config = config_of(base)
+        shard = WHOLE if place is None else place.shard
+        config = EngineConfig.resolve(model_config, draft, machine, options, shard)
+        tokenizer, no_tokenizer = load_tokenizer(
+            base, options.tokenizer or own_tokenizer(adapter), options.trust_remote_code
+        )
+        return cls(draft, options, place, machine, base, adapter, model_config, config, tuning, tokenizer, no_tokenizer)
+
+    def with_modules(self) -> Loading:
+        """Return the same with the modules of transformers in place of our layers."""
+        options = replace(self.options, implementation="transformers")
+        return replace(
+            self, options=options, config=EngineConfig.resolve(self.model_config, self.draft, self.machine, options)
+        )
+
+    @property
+    def target_name(self) -> str:
+        """Return the name of the target, of its adapter too."""
+        return "+".join(model_name(part) for part in (self.base, self.adapter) if part is not None)
+
+    @property
+    def rounds(self) -> dict[str, Any]:
+        """Return what the costs of rounds depend on."""
+        return rounds_of(self.model_config, self.draft, self.config, 1 if self.place is None else self.place.size)
+
+    @property
+    def channel_sizes(self) -> dict[str, int]:
+        """Return the sizes of the channel between the ranks."""
+        assert self.place is not None
+        return sizes_of(self.place.size, RING_DEPTH, result_words(self.config))
+
+    def calibrations(self) -> list[dict[str, Any] | None]:
+        """Return the calibrations that the draft starts with.
+
+        Raises:
+            ValueError: the tuning has calibrations, and none of this draft.
+        """
+        return calibrations_for(self.tuning, self.draft, self.target_name)
+
+    def open(self, ranks: Ranks | None) -> Runtime:
+        """Load the models, on the rank with the scheduler."""
+        return open_runtime(
+            self.base,
+            self.draft,
+            self.config,
+            adapter=self.adapter,
+            tokenizer=self.tokenizer,
+            no_tokenizer=self.no_tokenizer,
+            calibrations=self.calibrations(),
+            costs=costs_for(self.tuning, self.rounds, self.config),
+            trace=self.options.trace is not None,
+            progress=self.options.progress,
+            ranks=ranks,
+        )
+
+    def open_follower(self, ranks: Ranks) -> FollowerRuntime:
+        """Load the models, on another rank."""
+        return open_follower(
+            self.base,
+            self.draft,
+            self.config,
+            adapter=self.adapter,
+            tokenizer=self.tokenizer,
+            no_tokenizer=self.no_tokenizer,
+            ranks=ranks,
+        )
+
+
+def place_for(model: str | Path | nn.Module, options: EngineOptions) -> Place | None:
+    """Return this process's place among the ranks that the options ask for.
+
+    Raises:
+        ValueError: options that more than one rank cannot have; what `place_of` refuses.
+    """
+    place = place_of(options.tp)
+    if place is None:
+        return None
+    if options.implementation == "transformers":
+        raise ValueError(f"Engine: implementation is transformers, expected native with tp={place.size}")
+    if isinstance(model, nn.Module):
+        raise ValueError(
+            f"Engine: model is a {type(model).__name__}, expected a path or hub id with tp={place.size}, of which each "
+            "rank loads its part"
+        )
+    return place

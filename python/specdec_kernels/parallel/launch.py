@@ -1,0 +1,330 @@
+"""Where ranks come from: torchrun started them all, or rank 0 starts the others.
+
+The ranks of an engine are processes of one host, each with a GPU of its own, or all on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from .. import _C
+from ..models.shard import Shard
+from .ranks import Ranks
+from .reductions import reduction_over
+
+RING_BYTES = 8 << 20  # of records that the slowest rank has not read
+# Ranks load at their own pace before they first need each other.
+LOADING = datetime.timedelta(minutes=60)
+SECONDS_TO_START = 300.0  # until a rank has imported what it needs
+SECONDS_TO_END = 20.0  # until a rank that was closed has ended
+GRACE = 2.0  # seconds after a failure, in which ranks end by themselves
+WORKER = "specdec_kernels.engine.worker"
+
+
+class Place(NamedTuple):
+    """Which of the ranks this process is.
+
+    Attributes:
+        rank: of this process.
+        size: how many ranks there are.
+        by_torchrun: all ranks run the same script; otherwise rank 0 starts the others.
+    """
+
+    rank: int
+    size: int
+    by_torchrun: bool
+
+    @property
+    def shard(self) -> Shard:
+        """Return this rank's share of the model."""
+        return Shard(self.rank, self.size)
+
+    def device(self, given: str | torch.device | None, default: torch.device) -> torch.device:
+        """Return the device of this rank, where `given` is that of the option: on CUDA, one GPU for each rank.
+
+        Raises:
+            ValueError: the host has fewer GPUs than ranks.
+        """
+        device = default if given is None else torch.device(given)
+        if device.type != "cuda":
+            return device
+        first = device.index if device.index is not None else 0 if self.by_torchrun else torch.cuda.current_device()
+        count = torch.cuda.device_count()
+        if first + self.size > count:
+            raise ValueError(f"Engine: tp is {self.size}, expected at most {count - first} (GPUs from cuda:{first} on)")
+        return torch.device("cuda", first + self.rank)
+
+
+def place_of(tp: int | None, env: Mapping[str, str] = os.environ) -> Place | None:
+    """Return this process's place among the ranks of an engine; None for an engine of one process.
+
+    Args:
+        tp: the engine's option.
+        env: the environment, where torchrun says which rank a process is.
+
+    Raises:
+        ValueError: torchrun started another number of processes, or some on another host.
+    """
+    if tp is None or tp == 1:
+        return None
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return Place(0, tp, by_torchrun=False)
+    world, local = int(env["WORLD_SIZE"]), int(env["LOCAL_WORLD_SIZE"])
+    if world != tp or local != world:
+        raise ValueError(f"Engine: tp is {tp}, expected {world} (processes of torchrun, {local} of them on this host)")
+    return Place(int(env["RANK"]), tp, by_torchrun=True)
+
+
+@dataclass
+class Memory:
+    """The memory of a channel: an anonymous file, which goes with the last process that has it.
+
+    Attributes:
+        path: where the processes of this user find it, as long as rank 0 has it open.
+        sizes: of the channel.
+    """
+
+    path: Path
+    sizes: _C.ReplaySizes
+
+    @classmethod
+    @contextlib.contextmanager
+    def create(cls, sizes: _C.ReplaySizes) -> Iterator[Memory]:
+        """Create the memory on rank 0, and keep it open for the others meanwhile.
+
+        Raises:
+            OSError: there is no room.
+        """
+        descriptor = os.memfd_create("specdec")
+        try:
+            os.posix_fallocate(descriptor, 0, sizes.bytes)
+            yield cls(Path(f"/proc/{os.getpid()}/fd/{descriptor}"), sizes)
+        finally:
+            os.close(descriptor)
+
+    def channel(self, rank: int) -> _C.ReplayChannel:
+        """Return the channel of a rank, which holds the memory."""
+        with self.path.open("r+b", buffering=0) as file:
+            mapped = mmap.mmap(file.fileno(), self.sizes.bytes)
+        return _C.ReplayChannel(torch.frombuffer(mapped, dtype=torch.int64), self.sizes, rank)
+
+
+class Joining(NamedTuple):
+    """What a rank that rank 0 has started gets from it.
+
+    Attributes:
+        rank: of the process.
+        path: of the channel's memory.
+        sizes: of the channel, the arguments of `ReplaySizes`.
+        port: of rank 0's store.
+        parent: rank 0's process.
+        work: pickled, for whoever started the rank.
+    """
+
+    rank: int
+    path: str
+    sizes: dict[str, int]
+    port: int
+    parent: int
+    work: bytes
+
+
+def sizes_of(size: int, depth: int, words: int) -> dict[str, int]:
+    """Return the sizes of the channel of `size` ranks, with `depth` rounds of results of `words` words."""
+    return {"num_ranks": size, "capacity": RING_BYTES, "depth": depth, "words": words}
+
+
+def open_ranks(place: Place, device: torch.device, sizes: Mapping[str, int], work: Callable[[], Any]) -> Ranks:
+    """Return this rank among all, once all are there; rank 0 starts the others if torchrun has not.
+
+    Args:
+        place: of this process.
+        device: of this rank.
+        sizes: of the channel (`sizes_of`), the same on all ranks.
+        work: returns what started ranks get, which must be picklable.
+
+    Raises:
+        ValueError: the work cannot be pickled.
+        RuntimeError: another process group exists; a rank has ended before all were there.
+    """
+    if place.by_torchrun:
+        return join_torchrun(place, device, sizes)
+    if dist.is_initialized():
+        raise RuntimeError(
+            "Engine: torch.distributed has a process group, expected none in a process that starts ranks (run it by "
+            f"torchrun --nproc-per-node {place.size})"
+        )
+    try:
+        pickled = pickle.dumps(work())
+    except Exception as error:
+        raise ValueError(
+            f"Engine: model, draft or an option cannot be sent to other ranks ({error}), expected values that can be "
+            f"pickled, or torchrun --nproc-per-node {place.size}, which makes them on each rank"
+        ) from error
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        with Memory.create(_C.ReplaySizes(**sizes)) as memory:
+            channel = memory.channel(0)
+            store = store_of(place.size, 0, is_master=True)
+            for rank in range(1, place.size):
+                joining = Joining(rank, str(memory.path), dict(sizes), store.port, os.getpid(), pickled)
+                started.append(start_worker(joining))
+            wait_for_processes(channel, place.size, started)
+    except BaseException:
+        end(started)
+        raise
+    channel.watch()
+    return joined(place, device, channel, store, started)
+
+
+def store_of(size: int, port: int, *, is_master: bool) -> TCPStore:
+    """Return the store by which ranks find each other, on this host; port 0: any."""
+    return TCPStore("127.0.0.1", port, size, is_master=is_master, timeout=LOADING, wait_for_workers=False)
+
+
+def start_worker(joining: Joining) -> subprocess.Popen[bytes]:
+    """Start a rank in a process of its own, in a session that an interrupt of this one does not reach."""
+    process = subprocess.Popen([sys.executable, "-m", WORKER], stdin=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended: `wait_for_processes` finds out
+        process.stdin.write(pickle.dumps(list(sys.path)) + pickle.dumps(joining))
+        process.stdin.close()
+    return process
+
+
+def wait_for_processes(channel: _C.ReplayChannel, size: int, started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all ranks have the channel.
+
+    Raises:
+        RuntimeError: a process has ended, or is late.
+    """
+    deadline = time.monotonic() + SECONDS_TO_START
+    while not all(channel.process(rank) for rank in range(size)):
+        for rank, process in enumerate(started, 1):
+            if process.poll() is not None:
+                raise RuntimeError(f"Engine: rank {rank} (process {process.pid}) ended with {process.returncode}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"Engine: ranks have not started within {SECONDS_TO_START:.0f} s")
+        time.sleep(0.01)
+
+
+def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int]) -> Ranks:
+    """Return this rank among those that torchrun has started."""
+    if not dist.is_initialized():
+        init_group(device, rank=place.rank, size=place.size)
+    said: list[Any] = [None]
+    with contextlib.ExitStack() as stack:
+        if place.rank == 0:
+            memory = stack.enter_context(Memory.create(_C.ReplaySizes(**sizes)))
+            said[0] = str(memory.path), dict(sizes)
+        dist.broadcast_object_list(said, src=0, device=torch.device("cpu"))
+        path, of_first = said[0]
+        if of_first != dict(sizes):
+            raise RuntimeError(f"Engine: rank {place.rank} has a channel of {dict(sizes)}, expected {of_first}")
+        channel = Memory(Path(path), _C.ReplaySizes(**sizes)).channel(place.rank)
+        dist.barrier()
+    channel.watch()
+    return ranks_of(place, channel, [])
+
+
+def join(joining: Joining, device: torch.device) -> Ranks:
+    """Return the rank of a process that rank 0 has started."""
+    sizes = _C.ReplaySizes(**joining.sizes)
+    channel = Memory(Path(joining.path), sizes).channel(joining.rank)
+    channel.watch()
+    store = store_of(sizes.num_ranks, joining.port, is_master=False)
+    place = Place(joining.rank, sizes.num_ranks, by_torchrun=False)
+    return joined(place, device, channel, store, [])
+
+
+def joined(
+    place: Place,
+    device: torch.device,
+    channel: _C.ReplayChannel,
+    store: TCPStore,
+    started: Sequence[subprocess.Popen[bytes]],
+) -> Ranks:
+    """Return a rank after all have a process group."""
+    try:
+        init_group(device, rank=place.rank, size=place.size, store=store)
+    except BaseException:
+        channel.fail(f"rank {place.rank}: no process group")
+        end(started)
+        raise
+    return ranks_of(place, channel, started)
+
+
+def init_group(device: torch.device, *, rank: int, size: int, store: TCPStore | None = None) -> None:
+    """Make the process group of all ranks: gloo on the host, and NCCL on GPUs."""
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LOADING)
+
+
+def ranks_of(place: Place, channel: _C.ReplayChannel, started: Sequence[subprocess.Popen[bytes]]) -> Ranks:
+    """Return a rank, and let a thread of rank 0 end the others after a failure."""
+    if place.rank == 0:
+        others = [channel.process(rank) for rank in range(1, place.size)]
+        threading.Thread(target=end_others, args=(channel, others), name="specdec ranks", daemon=True).start()
+
+    def on_close() -> None:
+        end(started, SECONDS_TO_END)
+        if not place.by_torchrun and dist.is_initialized():
+            dist.destroy_process_group()
+
+    return Ranks(place.shard, reduction_over(), channel, least, on_close)
+
+
+def least(value: int) -> int:
+    """Return the least of the ranks' values."""
+    values = torch.tensor([value])
+    dist.all_reduce(values, dist.ReduceOp.MIN)
+    return int(values)
+
+
+def end_others(channel: _C.ReplayChannel, processes: Sequence[int]) -> None:
+    """Wait for a failure, and end the processes that are still there then: also those that hang or are stopped.
+
+    A collective that waits for one of them raises then. One of NCCL waits on the device, and is aborted.
+    """
+    while not channel.failure:
+        if channel.closed:
+            return
+        time.sleep(0.1)
+    time.sleep(GRACE)
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+    if dist.is_initialized() and torch.cuda.is_available():
+        with contextlib.suppress(Exception):
+            dist.distributed_c10d._abort_process_group()
+
+
+def end(started: Sequence[subprocess.Popen[bytes]], seconds: float = 0.0) -> None:
+    """Wait for processes to end, and kill those that do not in this time."""
+    deadline = time.monotonic() + seconds
+    for process in started:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,62 @@
+"""The ranks of a divided model, as one of them sees them."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import _C
+from ..models.layers.reduction import Reduction
+from ..models.shard import Shard
+
+
+@dataclass
+class Ranks:
+    """One of the processes that share a model. Rank 0 decides what runs; the others make the same calls after it.
+
+    Attributes:
+        shard: this rank's share of the model. reduction: sums over the ranks.
+        channel: what rank 0 records, and the others read.
+        least: returns the least of the ranks' integers, on all of them.
+        on_close: what ends the ranks, called once.
+    """
+
+    shard: Shard
+    reduction: Reduction
+    channel: _C.ReplayChannel
+    least: Callable[[int], int] = int
+    on_close: Callable[[], None] = field(default=lambda: None)
+    _closed: bool = False
+
+    @property
+    def decides(self) -> bool:
+        """Return whether this is rank 0."""
+        return self.channel.rank == 0
+
+    def record(self, name: str, *arguments: Any) -> None:
+        """Let the other ranks make a call: the method `name` of a `Follower`.
+
+        Raises:
+            RuntimeError: a rank has failed.
+        """
+        self.channel.write(pickle.dumps((name, arguments), protocol=pickle.HIGHEST_PROTOCOL))
+
+    def expect_alive(self) -> None:
+        """Raise RuntimeError, with the reason, once a rank has failed."""
+        if reason := self.channel.failure:
+            raise RuntimeError(f"Engine: {reason}")
+
+    def fail(self, error: BaseException) -> None:
+        """End all ranks for an exception of this one, unless one has failed already."""
+        lines = traceback.format_exception(error)
+        self.channel.fail(f"rank {self.channel.rank}: {''.join(lines[-1:] if self.decides else lines).strip()}")
+
+    def close(self) -> None:
+        """Let the other ranks end. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.channel.close()
+            self.on_close()
