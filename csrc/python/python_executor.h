@@ -157,7 +157,8 @@ class PyExecutor : public scheduler::Executor {
     try {
       call();
     } catch (const std::exception& error) {
-      writer_->channel().fail(std::string("rank 0: ") + error.what());
+      writer_->channel().fail_unless_others(std::string("rank 0: ") + error.what());
+      expect_alive();
       throw;
     }
   }

@@ -91,6 +91,7 @@ void add_replay(py::module_& m) {
           Release())
       .def("close", &ReplayChannel::close)
       .def("fail", &ReplayChannel::fail, "reason"_a)
+      .def("fail_unless_others", &ReplayChannel::fail_unless_others, "reason"_a, Release())
       .def("watch", &ReplayChannel::watch)
       .def("process", &ReplayChannel::process, "rank"_a)
       .def_property_readonly("rank", &ReplayChannel::rank)

@@ -26,6 +26,8 @@ constexpr auto kShortNaps = milliseconds(200);
 // A rank that is this much later than rank 0, or whose process does not run for so long, counts as hanging.
 constexpr auto kMostLag = seconds(8);
 constexpr auto kTick = milliseconds(100);
+// In this time a watch finds that a process has ended.
+constexpr auto kWatchNotices = milliseconds(400);
 // A rank ends itself if it is still there this long after a failure, or after rank 0 has closed and ended.
 constexpr auto kGrace = seconds(1), kCloseGrace = seconds(20);
 
@@ -125,6 +127,13 @@ void ReplayChannel::fail(const std::string& reason) {
   std::memcpy(header().reason, reason.data(), size);
   header().reason[size] = '\0';
   failure.store(static_cast<int64_t>(Failure::kThere), std::memory_order_release);
+}
+
+void ReplayChannel::fail_unless_others(const std::string& reason) {
+  const auto end = Clock::now() + kWatchNotices;
+  while (load(header().failure) == static_cast<int64_t>(Failure::kNone) && Clock::now() < end)
+    std::this_thread::sleep_for(kNap);
+  fail(reason);
 }
 
 std::string ReplayChannel::failure() const {

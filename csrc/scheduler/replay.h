@@ -80,6 +80,9 @@ class ReplayChannel {
   // --- all ranks
   // Fails all ranks for this reason, unless one has failed before.
   void fail(const std::string& reason);
+  // Does the same for an exception of this rank, which may be the consequence of another rank's end: waits a moment for
+  // the watch to find that.
+  void fail_unless_others(const std::string& reason);
   // Returns why a rank has failed; empty if none has.
   std::string failure() const;
   void expect_alive() const;

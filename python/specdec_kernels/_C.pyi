@@ -1276,6 +1276,8 @@ class ReplayChannel:
     def close(self) -> None: ...
     def fail(self, reason: str) -> None:
         """End all ranks for this reason, unless there is one already."""
+    def fail_unless_others(self, reason: str) -> None:
+        """Do the same, after a moment in which the end of another rank may be found, of which this is a consequence."""
     def watch(self) -> None:
         """Watch the processes of other ranks from now on. Call it when all ranks have their channels."""
     def process(self, rank: int) -> int: ...

@@ -52,7 +52,8 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """End all ranks for an exception of this one, unless one has failed already."""
         lines = traceback.format_exception(error)
-        self.channel.fail(f"rank {self.channel.rank}: {''.join(lines[-1:] if self.decides else lines).strip()}")
+        text = "".join(lines[-1:] if self.decides else lines).strip()
+        self.channel.fail_unless_others(f"rank {self.channel.rank}: {text}")
 
     def close(self) -> None:
         """Let the other ranks end. Idempotent."""

@@ -1,0 +1,194 @@
+"""Engines of several processes: the tiny model divided over gloo says what one process says, and all end together."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_kernels.engine import Draft, Eagle3, Engine, GenerationError, Ngram, SamplingParams, Standalone
+from specdec_kernels.parallel.launch import place_of
+from specdec_kernels.tiny import tiny_model
+from support.tiny_checkpoint import held_out
+
+DRAFTS: dict[str, Callable[[], Draft | None]] = {
+    "none": lambda: None,
+    "tree": lambda: Eagle3(tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=16),
+    "drawn": lambda: Eagle3(tiny_model("eagle3"), num_steps=3, topk=1, sampled=True),
+    "ngram": lambda: Ngram(num_nodes=6),
+    "standalone": lambda: Standalone(tiny_model("target"), num_steps=2, topk=2, num_nodes=5),
+}
+SIZES: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_len": 160, "num_slots": 4, "page_size": 8}
+FAILED = RuntimeError, GenerationError
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the processes that tests start use a core each."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+
+
+def make_engine(draft: str = "none", **options: Any) -> Engine:
+    return Engine(tiny_model("target"), DRAFTS[draft](), **SIZES | options)
+
+
+def others_of(engine: Engine) -> list[int]:
+    """Return the processes of the engine's other ranks."""
+    ranks = engine.core.runtime.ranks
+    assert ranks is not None
+    return [ranks.channel.process(rank) for rank in range(1, ranks.shard.size)]
+
+
+def is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def expect_ended(processes: list[int], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_there, processes)):
+        assert time.monotonic() < deadline, f"{processes} have not ended"
+        time.sleep(0.05)
+
+
+def test_two_ranks_say_what_one_process_says_and_end_with_a_rank_that_is_killed() -> None:
+    prompts = [prompt[:60] for prompt in held_out("code")[:5]]
+    params = [SamplingParams(24, ignore_eos=True), *[SamplingParams(24, temperature=0.8, seed=i) for i in range(4)]]
+    with make_engine("tree", adaptive=False) as alone:
+        want = [output.tokens for output in alone.generate(prompts, params)]
+    engine = make_engine("tree", adaptive=False, tp=2)
+    processes = others_of(engine)
+    assert [output.tokens for output in engine.generate(prompts, params)] == want
+    request = engine.submit(prompts[0], SamplingParams(90, ignore_eos=True))
+    next(iter(request))
+    os.kill(processes[0], signal.SIGKILL)
+    with pytest.raises(FAILED, match=rf"rank 1 \(process {processes[0]}\) was killed by signal 9"):
+        request.result(timeout=20)
+    with pytest.raises(FAILED, match="was killed by signal 9"):
+        engine.generate(prompts[:1], params[:1])
+    engine.close()
+    expect_ended(processes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("tp", [2])
+def test_ranks_say_what_one_process_says_through_retractions_and_cancels(name: str, tp: int) -> None:
+    rng = random.Random(name)
+    prompts = [prompt[: rng.randint(1, 90)] for prompt in held_out("code")[:24]]
+    params = [SamplingParams(rng.randint(1, 60), ignore_eos=True) for _ in prompts]
+    with make_engine(name) as alone:
+        want = [output.tokens for output in alone.generate(prompts, params)]
+    with make_engine(name, num_pages=45, prefix_cache=True, tp=tp) as engine:
+        requests = engine.submit_many(prompts, params)
+        for request in requests[::7]:
+            request.cancel()
+        for request, text in zip(requests, want, strict=True):
+            tokens = request.result().tokens
+            assert tokens == text[: len(tokens)]
+        assert [output.tokens for output in engine.generate(prompts, params)] == want
+        assert engine.core.scheduler.num_retractions > 0 and engine.core.scheduler.num_prefix_hits > 0
+        processes = others_of(engine)
+    expect_ended(processes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(20))
+def test_kill_of_any_rank_at_any_moment_ends_all(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from specdec_kernels.engine import Eagle3, Engine, SamplingParams\n"
+        "from specdec_kernels.tiny import tiny_model\n"
+        "if __name__ == '__main__':\n"
+        "    draft = Eagle3(tiny_model('eagle3'), num_steps=3, topk=2, num_nodes=8)\n"
+        "    engine = Engine(tiny_model('target'), draft, device='cpu', max_len=400, num_slots=2, tp=2)\n"
+        "    print(engine.core.runtime.ranks.channel.process(1), flush=True)\n"
+        "    while True:\n"
+        "        engine.generate([[1, 2, 3], [4]], SamplingParams(300, ignore_eos=True))\n"
+    )
+    first = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert first.stdout is not None and first.stderr is not None
+    second = int(first.stdout.readline())
+    time.sleep(rng.random() * 3)
+    victim = rng.choice([first.pid, second])
+    os.kill(victim, rng.choice([signal.SIGKILL, signal.SIGSTOP] if victim == second else [signal.SIGKILL]))
+    started = time.monotonic()
+    _, errors = first.communicate(timeout=30)
+    expect_ended([second], 15)
+    assert time.monotonic() - started < 15
+    if victim == second:
+        assert first.returncode == 1 and f"rank 1 (process {second}) " in errors
+
+
+@pytest.mark.exhaustive
+def test_interrupt_ends_all_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from specdec_kernels.engine import Engine, SamplingParams\n"
+        "from specdec_kernels.tiny import tiny_model\n"
+        "if __name__ == '__main__':\n"
+        "    engine = Engine(tiny_model('target'), device='cpu', max_len=400, num_slots=2, tp=2)\n"
+        "    print(engine.core.runtime.ranks.channel.process(1), flush=True)\n"
+        "    while True:\n"
+        "        engine.generate([[1, 2, 3], [4]], SamplingParams(300, ignore_eos=True))\n"
+    )
+    first = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    second = int(first.stdout.readline())
+    time.sleep(0.5)
+    first.send_signal(signal.SIGINT)
+    _, errors = first.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors and "failed" not in errors
+    expect_ended([second])
+
+
+@pytest.mark.exhaustive
+def test_torchrun_script_runs_on_the_first_rank_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from specdec_kernels.engine import Engine, SamplingParams\n"
+        "from specdec_kernels.tiny import tiny_model\n"
+        "with Engine(tiny_model('target'), device='cpu', max_len=160, num_slots=2, tp=2) as engine:\n"
+        "    (output,) = engine.generate([[1, 2, 3]], SamplingParams(20, ignore_eos=True))\n"
+        "print('said', output.tokens)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    with Engine(tiny_model("target"), device="cpu", max_len=160, num_slots=2) as engine:
+        (want,) = engine.generate([[1, 2, 3]], SamplingParams(20, ignore_eos=True))
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("said")] == [f"said {want.tokens}"]
+
+
+def test_tp_that_cannot_be_is_refused_by_name() -> None:
+    module = torch.nn.Linear(1, 1)
+    env = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}
+    for refused, said in {
+        lambda: make_engine(tp=0): "Engine: tp is 0, expected at least 1",
+        lambda: make_engine(tp=2, implementation="transformers"): (
+            "Engine: implementation is transformers, expected native with tp=2"
+        ),
+        lambda: Engine(module, tp=2): (
+            "Engine: model is a Linear, expected a path or hub id with tp=2, of which each rank loads its part"
+        ),
+        lambda: place_of(2, env): "Engine: tp is 2, expected 4 (processes of torchrun, 2 of them on this host)",
+    }.items():
+        with pytest.raises(ValueError) as raised:
+            refused()  # type: ignore[no-untyped-call]
+        assert str(raised.value) == said
+    assert place_of(None) is None and place_of(1, env) is None
