@@ -177,11 +177,14 @@ class Setup:
     dtype: torch.dtype
     max_len: int | None = None  # longest sequence of the engine; None: what a request needs
     weights: str | None = None  # how the target's layers are stored, one of `STORED`; None: in dtype
+    draft_weights: str | None = None  # how the draft's linears are, "fp8"; None: in dtype
     implementation: str = "native"  # backend of the target
     cuda_graph: bool = True
     profile: bool = False  # also time the kernels of a round by name
 
     def __post_init__(self) -> None:
+        if self.draft_weights is not None and self.drafting.kind not in (None, Eagle3, *BLOCK_KINDS):
+            raise ValueError(f"--draft-weights is {self.draft_weights}, expected none with {self.drafting.name}")
         if self.weights == "int4" and hasattr(shape_config(self.shape), "num_experts"):
             raise ValueError(f"--weights is int4, expected fp8 or fp8-rows with --shape {self.shape}, a MoE model")
         if self.max_len is not None and self.max_len < self.needed_len:
@@ -225,6 +228,7 @@ class Setup:
             "max_len": self.engine_len,
             "dtype": str(self.dtype).removeprefix("torch."),
             **({} if self.weights is None else {"weights": self.weights}),
+            **({} if self.draft_weights is None or not d.kind else {"draft_weights": self.draft_weights}),
             **({} if self.implementation == "native" else {"implementation": self.implementation}),
             **({} if self.cuda_graph else {"cuda_graph": False}),
         }
@@ -331,6 +335,16 @@ class SyntheticModels:
             self._draft = key, self._make_draft(setup)
         return self._draft[1]
 
+    @contextmanager
+    def drafting(self, setup: Setup) -> Iterator[Draft | None]:
+        """Yield the setup's draft, to be opened within the context, after `use`; None for plain decoding."""
+        model = self.draft(setup)
+        if not setup.drafting.block_size:
+            yield draft_of(setup, model)
+            return
+        with TemporaryDirectory(prefix="specdec-bench-") as folder:
+            yield draft_of(setup, save_block_drafter(*model, Path(folder)))
+
     def _make_draft(self, setup: Setup) -> Any:
         kind = setup.drafting.kind
         if kind in HEADS:
@@ -352,11 +366,10 @@ class Bench:
         models = models or SyntheticModels(setup)
         models.use(setup)
         self.text, self.target, self.draft = models.text, models.target, models.draft(setup)
-        with TemporaryDirectory(prefix="specdec-bench-") as folder:
-            draft = save_block_drafter(*self.draft, Path(folder)) if setup.drafting.block_size else self.draft
+        with models.drafting(setup) as draft:
             self.engine = Engine(
                 self.target,
-                draft=draft_of(setup.drafting, draft),
+                draft=draft,
                 implementation=setup.implementation,
                 cuda_graph=setup.cuda_graph,
                 adaptive=setup.drafting.adaptive,
@@ -367,8 +380,8 @@ class Bench:
                 device=setup.device,
                 dtype=setup.dtype,
             )
-        if setup.drafting.block_size:
-            self.draft = self.engine.draft.loaded
+        if setup.drafting.block_size or setup.draft_weights is not None:
+            self.draft = self.engine.draft.loaded  # as it is stored
 
     def measure(self, batch: int, ceilings: Ceilings) -> Result:
         """Measure a batch size."""
@@ -575,13 +588,15 @@ def nodes_text(shares: dict[float, float]) -> str:
     return ", ".join(f"{nodes:.3g}: {share:.0%}" for nodes, share in shares.items())
 
 
-def draft_of(d: Drafting, model: Any) -> Draft | None:
+def draft_of(setup: Setup, model: Any) -> Draft | None:
     """Return the draft, None for plain decoding."""
+    d = setup.drafting
     if d.make is not None:
         return d.make(model)
     if d.kind is None:
         return None
-    return d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes)
+    options: dict[str, Any] = {} if setup.draft_weights is None else {"draft_weights": setup.draft_weights}
+    return d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes, **options)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Dense weights quantized to the formats of published checkpoints, without training."""
+"""Dense weights quantized to the formats of published checkpoints, without training.
+
+"fp8-rows", a scale for each row and one for each row of activations, is FP8-dynamic of compressed-tensors.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,6 @@ def fp8_blocks(weight: Tensor) -> QuantizedWeight:
     return of_blocks((weight.float() / spread).to(FP8), scales, "group")
 
 
-def fp8_rows(weight: Tensor) -> QuantizedWeight:
-    """Quantize with a scale for each row, and one for each row of activations: as compressed-tensors' FP8-dynamic."""
-    scales = weight.float().abs().amax(1, keepdim=True) / LARGEST
-    return Fp8Weight((weight.float() / scales).to(FP8), scales, "token")
-
-
 def int4(weight: Tensor) -> QuantizedWeight:
     """Quantize groups of 128 columns, with zero point 8 and a 16-bit scale."""
     grouped = weight.float().unflatten(1, (-1, min(GROUP, weight.shape[1])))
@@ -38,7 +35,11 @@ def int4(weight: Tensor) -> QuantizedWeight:
     return Int4Weight.pack(elements, torch.full_like(scales, 8, dtype=torch.uint8), scales)
 
 
-STORED: dict[str, Callable[[Tensor], QuantizedWeight]] = {"fp8": fp8_blocks, "fp8-rows": fp8_rows, "int4": int4}
+STORED: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "fp8": fp8_blocks,
+    "fp8-rows": Fp8Weight.of_rows,
+    "int4": int4,
+}
 
 
 def stored_experts(gate_up: Tensor, down: Tensor, kind: str) -> QuantizedExperts:

@@ -32,7 +32,7 @@ import torch
 
 from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
 
-from ..engine.round import GOLDEN, PAGE_SIZE, RoundClock, Setup, SyntheticModels, draft_of
+from ..engine.round import GOLDEN, PAGE_SIZE, RoundClock, Setup, SyntheticModels
 from ..ops.harness import Result
 from .synthetic_tokenizer import SyntheticTokenizer, json_starts
 
@@ -120,24 +120,26 @@ class Bench:
     """An engine on synthetic models, and what its clients ask for, `most` of them at most."""
 
     def __init__(self, setup: Setup, models: SyntheticModels, most: int, repeats: int) -> None:
+        models.use(setup)
         self.setup, self.text, self.repeats = setup, models.text, repeats
         self._starts = json_starts(models.text, most)
         self._tokenizer = SyntheticTokenizer(models.text, self._starts)
         models.target.generation_config.eos_token_id = self._tokenizer.eos
-        self.engine = Engine(
-            models.target,
-            draft=draft_of(setup.drafting, models.draft(setup)),
-            tokenizer=self._tokenizer.fast(),
-            adaptive=setup.drafting.adaptive,
-            max_len=setup.engine_len,
-            num_slots=most,
-            num_pages=setup.num_pages(most),
-            page_size=PAGE_SIZE,
-            prefix_cache=True,
-            grammars=has_grammars(),
-            device=setup.device,
-            dtype=setup.dtype,
-        )
+        with models.drafting(setup) as draft:
+            self.engine = Engine(
+                models.target,
+                draft=draft,
+                tokenizer=self._tokenizer.fast(),
+                adaptive=setup.drafting.adaptive,
+                max_len=setup.engine_len,
+                num_slots=most,
+                num_pages=setup.num_pages(most),
+                page_size=PAGE_SIZE,
+                prefix_cache=True,
+                grammars=has_grammars(),
+                device=setup.device,
+                dtype=setup.dtype,
+            )
 
     def measure(self, clients: Clients, batch: int, kind: str) -> Result:
         """Measure prompts of a kind, "even" or "json"."""

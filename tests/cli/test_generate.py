@@ -96,6 +96,10 @@ def test_generate_does_not_break_text_on_a_narrow_terminal(capsys: Capture, monk
             "--speculative-ngram-corpus is given, expected none for EAGLE3",
         ),
         (
+            ["--speculative-algorithm", "ngram", "--speculative-draft-model-quantization", "fp8"],
+            "--speculative-draft-model-quantization is fp8, expected none for NGRAM",
+        ),
+        (
             ["--speculative-algorithm", "NGRAM", "--speculative-ngram-corpus", "/nowhere"],
             "[Errno 2] No such file or directory: '/nowhere'",
         ),

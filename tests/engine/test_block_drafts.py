@@ -24,6 +24,7 @@ from specdec_kernels.engine import (
     Union,
 )
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
+from specdec_kernels.models.layers.quantized import QuantizedLinear
 from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance, mean_accept_length
 from specdec_kernels.synthetic.block import block_text_length, save_block_drafter, synthetic_block
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
@@ -125,6 +126,61 @@ def test_chain_of_a_serial_head_is_the_best_token_after_each(target: Path, tmp_p
         assert list(max(tree, key=len)) in chains and len(tree) == formula.depth
 
 
+@pytest.mark.parametrize("name", thinned(("dspark", "dflash window", "dspark reduced"), "dspark".__eq__))
+def test_weights_in_8_bits_draft_the_tree_of_rounded_weights_and_the_same_text(
+    name: str, target: Path, tmp_path: Path
+) -> None:
+    folder = write_drafter(tmp_path / "drafter", name)
+    [prompt] = random_prompts(1)
+    texts, trees, sizes = [], [], []
+    for weights in (None, "fp8"):
+        draft = draft_of(name, folder, num_nodes=NODES, num_candidates=CANDIDATES, draft_weights=weights)
+        with make_engine(target, draft, batch_invariant=True) as engine, patched() as patch:
+            drafted = record(engine, patch)
+            texts.append(engine.generate([prompt], GREEDY)[0].tokens)
+            trees.append(drafted[0][1])
+            sizes.append(sum(weight.nbytes for weight in draft.loaded.weights.values()))  # type: ignore[attr-defined]
+    assert texts[0] == texts[1] and sizes[1] < 0.7 * sizes[0]
+    text = [*prompt, texts[0][0]]
+    rounded = Drafter(target, folder, in_8_bits=True).tree(text, NODES - 1, CANDIDATES)
+    assert distance(trees[1], rounded) < 0.02 < distance(trees[0], rounded)
+
+
+def distance(one: Tree, other: Tree) -> float:
+    """Return the mean difference of the scores of paths that both trees have, at least half of them."""
+    common = one.keys() & other.keys()
+    assert 2 * len(common) >= len(one)
+    return sum(abs(one[path] - other[path]) for path in common) / len(common)
+
+
+@pytest.mark.exhaustive
+def test_weights_in_8_bits_of_a_given_head_are_a_copy_that_sleeps_and_is_updated(tmp_path: Path) -> None:
+    target, text = synthetic()
+    config, tensors = synthetic_block(target, text, EvenAcceptance(4.0), "dspark", num_layers=4, rank=32)
+    folder = save_block_drafter(config, tensors, tmp_path / "dspark")
+    prompt, expected, params = text.tokens(3, 10), text.tokens(13, 40), replace(GREEDY, max_new_tokens=40)
+    with make_engine(target, DSpark(folder, topk=1)) as engine:
+        head = engine.draft.loaded  # type: ignore[attr-defined]
+        before = {name: parameter.clone() for name, parameter in head.named_parameters()}
+        with make_engine(target, DSpark(head, topk=1, draft_weights="fp8")) as other:
+            assert isinstance(other.draft.loaded.layers[0].mlp.down_proj, QuantizedLinear)  # type: ignore[attr-defined]
+            for sleeps in (False, True):
+                if sleeps:
+                    other.sleep()
+                    other.wake()
+                [output] = other.generate([prompt], params)
+                assert output.tokens == expected and output.stats.accept_length > 3
+            name = "layers.0.self_attn.o_proj.weight"
+            other.update_weights(draft={name: torch.zeros_like(tensors[name])})
+            [output] = other.generate([prompt], params)
+            assert output.tokens == expected and output.stats.accept_length < 2
+            other.update_weights(draft={name: tensors[name]})
+            [output] = other.generate([prompt], params)
+            assert output.stats.accept_length > 3
+        assert all(torch.equal(before[name], parameter) for name, parameter in head.named_parameters())
+        assert engine.generate([prompt], params)[0].tokens == expected
+
+
 @pytest.mark.parametrize("name", thinned(("dspark", "dspark rnn", "dflash"), "dspark".__eq__))
 def test_drawn_blocks_give_texts_and_unions_the_target_s(name: str, target: Path, tmp_path: Path) -> None:
     folder = write_drafter(tmp_path / "drafter", name)
@@ -221,6 +277,8 @@ def test_options_and_folders_of_another_kind_are_refused(target: Path, tmp_path:
         assert message in str(error.value)
     with pytest.raises(ValueError, match="DFlash: num_candidates is 65, expected 1 to 64"):
         DFlash(dflash, num_candidates=65)
+    with pytest.raises(ValueError, match="DFlash: draft_weights is 'int4', expected None or 'fp8'"):
+        DFlash(dflash, draft_weights="int4")
     with pytest.raises(ValueError, match="DFlash: sampled is True with topk=None, expected topk=1"):
         DFlash(dflash, sampled=True)
 

@@ -236,6 +236,19 @@ def test_rounds_of_weights_in_fewer_bits(weights: str, tmp_path: Path) -> None:
     assert stored["flops"] == dense["flops"] and stored["bytes"] < dense["bytes"]
 
 
+def test_rounds_of_draft_weights_in_8_bits_read_half_of_their_bytes(tmp_path: Path) -> None:
+    command = ["bench", "round", "--device", "cpu", "--quick", "--accept", "3.5", "--output", "60"]
+    plain, dense, stored = [], [], []
+    for found, options in ((plain, ["none"]), (dense, ["chain"]), (stored, ["chain", "--draft-weights", "fp8"])):
+        record = tmp_path / "round.json"
+        assert main([*command, "--algorithm", *options, "--json", str(record)]) == 0
+        found += json.loads(record.read_text())["results"]
+    assert stored[0]["params"] == dense[0]["params"] | {"draft_weights": "fp8"}
+    assert stored[0]["facts"]["accept_length"] == pytest.approx(dense[0]["facts"]["accept_length"], abs=0.2)
+    target, head, smaller = (r[0]["facts"]["weight_bytes"] for r in (plain, dense, stored))
+    assert smaller - target < 0.3 * (head - target)  # elements of one byte in place of four, and their scales
+
+
 def test_bench_round_skips_a_size_too_small_to_time(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "tree", "--accept", "6", "--output", "4"]
     assert main(command) == 2

@@ -154,10 +154,17 @@ def random_tensors(case: Case, config: dict[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-class Drafter:
-    """A drafter by its formulas, over a target as transformers runs it."""
+def in_8_bits(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows rounded to 8 bits times a factor by which the largest of a row is the largest that there is."""
+    factor = 448.0 / rows.abs().amax(-1, keepdim=True)
+    return (rows * factor).to(torch.float8_e4m3fn).float(), factor
 
-    def __init__(self, target: Path, folder: Path) -> None:
+
+class Drafter:
+    """A drafter by its formulas, over a target as transformers runs it; `in_8_bits` as with draft_weights="fp8"."""
+
+    def __init__(self, target: Path, folder: Path, *, in_8_bits: bool = False) -> None:
+        self.in_8_bits = in_8_bits
         self.target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
         config = json.loads((folder / "config.json").read_text())
@@ -171,7 +178,10 @@ class Drafter:
         return depth
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        return functional.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+        weight = self.tensors[f"{name}.weight"]
+        if self.in_8_bits and name.startswith(("fc", "layers.", "lm_head")):
+            x, weight = (rows / scale for rows, scale in map(in_8_bits, (x, weight)))
+        return functional.linear(x, weight, self.tensors.get(f"{name}.bias"))
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.tensors[f"{name}.weight"]

@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="nodes verified per round, root included (48 for a tree, steps + 1 for a chain, 16 for NGRAM)",
     )
     parser.add_argument(
+        "--speculative-draft-model-quantization",
+        choices=["fp8"],
+        help="quantize the linears of an EAGLE-3 head or a block drafter to 8 bits when it is loaded",
+    )
+    parser.add_argument(
         "--speculative-adaptive",
         action=argparse.BooleanOptionalAction,
         help="choose in each round how many of these nodes to verify (default: on, unless --disable-cuda-graph)",
@@ -183,6 +188,10 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     if algorithm.removesuffix("+NGRAM") in BLOCK_ALGORITHMS:  # depth costs nothing, and a tree may have any width
         model["num_steps"] = args.speculative_num_steps
         model["topk"] = args.speculative_eagle_topk or (1 if topk == 1 else None)
+    if quantization := getattr(args, "speculative_draft_model_quantization", None):
+        if algorithm.removesuffix("+NGRAM") not in ("EAGLE3", *BLOCK_ALGORITHMS):
+            raise ValueError(f"--speculative-draft-model-quantization is {quantization}, expected none for {algorithm}")
+        model["draft_weights"] = quantization
     corpus = args.speculative_ngram_corpus
     if algorithm == "NONE":
         return None

@@ -173,7 +173,11 @@ def rounds_of(model: Any, draft: Draft, config: EngineConfig, num_ranks: int = 1
         },
         "draft": {
             "parts": [
-                [type(part).__name__, *([part.model_name] if isinstance(part, CalibratedDraft) else [])]
+                [
+                    type(part).__name__,
+                    *([part.model_name] if isinstance(part, CalibratedDraft) else []),
+                    *filter(None, [getattr(part, "draft_weights", None)]),
+                ]
                 for part in leaves(draft)
             ],
             "accept_width": needs.accept_width,

@@ -261,6 +261,10 @@ class KvPools:
         return self.groups[0].pools[0].dtype
 
     @property
+    def device(self) -> torch.device:
+        return self.groups[0].pools[0].device
+
+    @property
     def page_size(self) -> int:
         return self.groups[0].pools[0].shape[2]
 

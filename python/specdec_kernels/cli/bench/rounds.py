@@ -120,6 +120,11 @@ def add_command(bench: CommandParser) -> None:
     )
     parser.add_argument("--dtype", choices=WORDS["dtype"], help="of the model (bfloat16 on a GPU, float32 on a CPU)")
     parser.add_argument("--weights", choices=WORDS["weights"], help="how the target's layers are stored (in --dtype)")
+    parser.add_argument(
+        "--draft-weights",
+        choices=["fp8"],
+        help="how linears of EAGLE-3 heads and block drafters are stored (in --dtype)",
+    )
     for name, metavar in (("num-steps", "N"), ("eagle-topk", "K"), ("num-draft-tokens", "N")):
         parser.add_argument(
             f"--speculative-{name}", type=at_least(1), metavar=metavar, help="overrides that of the algorithm"
@@ -258,6 +263,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
             dtype=getattr(torch, dtype),
             max_len=args.max_len,
             weights=args.weights,
+            draft_weights=args.draft_weights,
             implementation=args.implementation,
             cuda_graph=not args.disable_cuda_graph,
             profile=args.profile,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...models.families import kv_numbers
+from ...models.heads.base import HeadStorage
 from ...models.heads.block import BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from ...models.heads.block_config import BlockConfig
 from ...models.heads.checkpoint import HeadCheckpoint
@@ -24,7 +25,7 @@ from ...ops import TopK, draft_extend_inputs, expand_trellis, make_calibration, 
 from .base import DraftBudget
 from .calibrated import CalibratedDraft
 from .context import DraftContext, PrefillRows
-from .model import SEED_OF_ROUND
+from .model import SEED_OF_ROUND, check_storage
 from .needs import AttentionCall, Needs
 from .proposal import Committed, DrawnFrom, Proposal, makes_valid_trees, no_candidates
 
@@ -49,6 +50,7 @@ class BlockDraft(CalibratedDraft):
     num_candidates: int | None = None
     num_nodes: int | None = None
     sampled: bool = False
+    draft_weights: str | None = None
 
     kind: ClassVar[type[BlockHead]]
 
@@ -59,6 +61,7 @@ class BlockDraft(CalibratedDraft):
             value = getattr(self, option)
             if value is not None and not 1 <= value <= high:
                 raise ValueError(f"{name}: {option} is {value}, expected 1 to {high}")
+        check_storage(name, self.draft_weights)
         if self.sampled and self.topk != 1:
             raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")
         if not isinstance(self.head, str | Path | HeadCheckpoint | self.kind):
@@ -115,7 +118,8 @@ class BlockDraft(CalibratedDraft):
 
     def open(self, context: DraftContext) -> None:
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
-        self.module: BlockHead = load_head(self.kind, self.head, context.target, **sizes)
+        storage = HeadStorage(self.draft_weights)
+        self.module: BlockHead = load_head(self.kind, self.head, context.target, **sizes, storage=storage)
         self._depth = self.depth_of(self.module.block)
         like, num_nodes = self.state.seq_lens, self.needs(context.target.config).num_nodes
         self.calibration = None if self.sampled else make_calibration(self._depth, like=like)
@@ -126,7 +130,7 @@ class BlockDraft(CalibratedDraft):
 
     def prefill(self, prefill: PrefillRows, features: Tensor | None) -> None:
         assert features is not None
-        self.module.inject(self.module.join(features).flatten(0, 1), prefill.positions, prefill.rows)
+        self.module.inject(features.flatten(0, 1), prefill.positions, prefill.rows)
 
     @makes_valid_trees
     def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
@@ -217,8 +221,7 @@ class BlockDraft(CalibratedDraft):
             max_kv_len=committed.max_kv_len,
             num_valid=committed.num_valid,
         )
-        joined = self.module.join(features[extend.node_rows.flatten()])
-        self.module.inject(joined, extend.positions, rows)
+        self.module.inject(features[extend.node_rows.flatten()], extend.positions, rows)
 
 
 @dataclass
@@ -232,7 +235,7 @@ class DFlash(BlockDraft):
         num_candidates: tokens of each position that may become nodes, 1 to 64; None: as published, or 16.
         num_nodes: tree nodes verified in a round, the root included, 1 to 256. None: num_steps + 1 for a chain, else
             32; an adaptive engine verifies as many of them as pay.
-        sampled: as for `Eagle3`.
+        sampled, draft_weights: as for `Eagle3`.
 
     Raises:
         ValueError: a number out of range; `sampled` with more than one branch; a head that is none.
@@ -246,7 +249,7 @@ class JetSpec(DFlash):
     """Drafts with a JetSpec drafter, which is one of DFlash with causal blocks.
 
     Args:
-        head, num_steps, topk, num_candidates, num_nodes, sampled: as for `DFlash`.
+        head, num_steps, topk, num_candidates, num_nodes, sampled, draft_weights: as for `DFlash`.
 
     Raises:
         ValueError: as for `DFlash`; a drafter whose blocks are not causal.
@@ -266,7 +269,7 @@ class DFlash2(BlockDraft):
     """Drafts with a DFlash2 drafter: neighboring candidates have scores of their own.
 
     Args:
-        head, num_steps, topk, num_candidates, num_nodes: as for `DFlash`.
+        head, num_steps, topk, num_candidates, num_nodes, draft_weights: as for `DFlash`.
         sampled: False alone.
 
     Raises:
@@ -284,7 +287,7 @@ class DSpark(BlockDraft):
     a chain.
 
     Args:
-        head, num_steps, topk, num_candidates, num_nodes, sampled: as for `DFlash`.
+        head, num_steps, topk, num_candidates, num_nodes, sampled, draft_weights: as for `DFlash`.
 
     Raises:
         ValueError: as for `DFlash`; `topk` above 1 for a head that carries a state.

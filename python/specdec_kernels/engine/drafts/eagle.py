@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ...models.heads.base import DraftHead, Features
+from ...models.heads.base import DraftHead, Features, HeadStorage
 from ...models.heads.checkpoint import HeadCheckpoint
 from ...models.heads.eagle import EagleHead
 from ...models.heads.eagle3 import Eagle3Head, feature_layers
@@ -20,7 +20,7 @@ from ...models.layers.paged_batch import PagedBatch
 from ...models.weights.model_config import model_name
 from ...ops import DraftExtendInputs
 from .context import DraftContext, PrefillRows
-from .model import ModelDraft
+from .model import ModelDraft, check_storage
 from .needs import Needs
 
 
@@ -29,6 +29,7 @@ class HeadDraft(ModelDraft):
 
     kind: ClassVar[type[DraftHead]]
     head: Any
+    storage = HeadStorage()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,7 +77,7 @@ class HeadDraft(ModelDraft):
     def load(self, context: DraftContext) -> DraftHead:
         """Return the loaded head."""
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
-        module: DraftHead = load_head(self.kind, self.head, context.target, **sizes)
+        module: DraftHead = load_head(self.kind, self.head, context.target, **sizes, storage=self.storage)
         return module
 
     @property
@@ -152,14 +153,22 @@ class Eagle3(HeadDraft):
         sampled: draw the drafts of requests that sample, and accept or reject them as a block, instead of taking the
             likeliest: rounds of a chain (topk=1) give more tokens. One seed then gives one text for this draft alone,
             as long as the request is not retracted and rounds are not adaptive.
+        draft_weights: "fp8" quantizes the head's own linears to 8 bits when it is loaded, with a scale for each row of
+            a weight and of its input: half of the bytes, and drafts that differ by rounding. None: as they are.
 
     Raises:
         ValueError: a number out of range; `sampled` with more than one branch; a head that is none.
     """
 
     head: str | Path | HeadCheckpoint | Eagle3Head
+    draft_weights: str | None = field(default=None, kw_only=True)
 
     kind = Eagle3Head
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_storage(type(self).__name__, self.draft_weights)
+        self.storage = HeadStorage(self.draft_weights)
 
     def feature_layers(self, config: Any, num_target_layers: int) -> tuple[int, ...]:
         return feature_layers(config, num_target_layers)

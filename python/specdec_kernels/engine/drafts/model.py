@@ -41,6 +41,12 @@ DEFAULT_NUM_NODES = 48  # of a tree
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
+def check_storage(name: str, draft_weights: str | None) -> None:
+    """Raise a ValueError for a way to store a draft's weights that there is not; `name` is the draft's."""
+    if draft_weights not in (None, "fp8"):
+        raise ValueError(f"{name}: draft_weights is {draft_weights!r}, expected None or 'fp8'")
+
+
 @dataclass
 class ModelDraft(CalibratedDraft, Idleable, Migratable):
     """The loop that EAGLE heads and standalone models share; they supply `step`, and `run_committed` for extending.

@@ -30,10 +30,11 @@ from ..layers.mixer import Mixer, attach_caches, kv_layouts_of, mixers_of
 from ..layers.norm import rms_norm_of
 from ..layers.outputs import LayerOutput
 from ..layers.paged_batch import PagedBatch
+from ..layers.quantized import Fp8Weight, QuantizedLinear, quantized_rows
 from ..layers.rope import Rope
 from ..weights.checkpoint import Kind
-from ..weights.offload import offload, onload
-from ..weights.update import Update, expect_floats, expect_tensors, write_over
+from ..weights.offload import LARGE, offload, onload, unfuse_quantized, weights_of
+from ..weights.update import Update, expect_floats, expect_tensors, same_kind, write_over
 from .checkpoint import LATENT, LAYER, UNUSED, own_name, target_ids
 
 
@@ -137,6 +138,18 @@ def rotated_part(config: Any) -> Any:
     return config
 
 
+@dataclass(frozen=True)
+class HeadStorage:
+    """How a head keeps its weights.
+
+    Attributes:
+        weights: "fp8": linears of the head's own are quantized when it is loaded, by `Fp8Weight.of_rows`; the target's
+            LM head and tables stay as they are. None: all as loaded.
+    """
+
+    weights: str | None = None
+
+
 class DraftHead(nn.Module):
     """A head that predicts token i+2 from token i+1 and a feature of position i.
 
@@ -159,6 +172,7 @@ class DraftHead(nn.Module):
     _among: list[int] | None = None  # the target's tokens that it predicts; None: all
     has_own_width: ClassVar[bool] = False  # whether its layers may have another width than the target's
     prefix = ""
+    storage = HeadStorage()
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -189,6 +203,8 @@ class DraftHead(nn.Module):
         self._max_len, self._vocab = target.max_len, len(weight)
         of_target = {id(parameter) for parameter in target.model.parameters()}
         self._of_target = {name for name, own in self._named() if id(own) in of_target}
+        if self.storage.weights is not None:
+            self._quantize()
         self._parts = self._make_parts()
         layouts = kv_layouts_of(mixers_of(self._parts.layers))
         self._hold(KvPools.allocate(layouts, num_pages, page_size, weight.dtype, weight.device))
@@ -196,6 +212,12 @@ class DraftHead(nn.Module):
     def _place(self, dtype: torch.dtype, device: torch.device) -> None:
         """Move the weights to the device, and cast them to `dtype`."""
         self.to(device=device, dtype=dtype)
+
+    def _quantize(self) -> None:
+        """Quantize the linears of the layers, `fc`, and an LM head of the head's own."""
+        own = [name for name in ("fc", "layers", "lm_head") if f"{name}.weight" not in self._of_target]
+        # This head may be a shallow copy of a given module, whose dict of modules it shares.
+        self._modules = self._modules | {name: quantized_rows(getattr(self, name)) for name in own}
 
     def _make_parts(self) -> Any:
         """Return what `forward` computes with: `layers`, and what precedes and follows them."""
@@ -205,7 +227,7 @@ class DraftHead(nn.Module):
         """Predict only these tokens of the target, by a copy of their rows of `lm_head`."""
         self._among = ids
         # This head may be a shallow copy of a given module, whose dict of buffers it shares.
-        id_map = torch.tensor(ids, dtype=torch.int32, device=self.fc.weight.device)
+        id_map = torch.tensor(ids, dtype=torch.int32, device=self.pools.device)
         self._buffers = self._buffers | {"id_map": id_map}
         self._parts = self._make_parts()
         self._hold(self.pools)
@@ -227,6 +249,7 @@ class DraftHead(nn.Module):
         named = {own_name(key, self.prefix): key for key in weights if not key.endswith(UNUSED)}
         given = {own: key for own, key in named.items() if own != "t2d"}
         updates, parameters = list[Update](), dict(self._named())
+        linears = {f"{path}.weight": part for path, part in self.named_modules() if isinstance(part, QuantizedLinear)}
         if "d2t" in given and self.id_map is not None:
             try:
                 ids = target_ids(name, weights[given.pop("d2t")].cpu(), len(self.id_map), self._vocab)
@@ -237,6 +260,10 @@ class DraftHead(nn.Module):
         for own, key in given.items():
             if own in self._of_target:
                 raise ValueError(f"{name} has {key}, which is the target's, expected weights of the head's own")
+            if own in linears:
+                stored = linears[own].weight
+                updates += same_kind(stored, Fp8Weight.of_rows(weights[key]), f"{name} has {key}")
+                continue
             if own not in parameters:
                 raise ValueError(f"{name} has {key}, unknown to {type(self).__name__}, expected tensors of the head")
             if weights[key].shape != parameters[own].shape:
@@ -254,14 +281,17 @@ class DraftHead(nn.Module):
     @property
     def weights(self) -> dict[str, Tensor]:
         """Return the head's own weights, which may be offloaded."""
-        own = {} if self.is_given else dict(self.named_parameters())
-        return {name: parameter for name, parameter in own.items() if name not in self._of_target}
+        own = weights_of(self)
+        if self.is_given:  # what was quantized is a copy
+            own = {name: part for name, part in own.items() if self.storage.weights and name.endswith(LARGE)}
+        return {name: tensor for name, tensor in own.items() if name not in self._of_target}
 
     def sleep(self, level: int) -> None:
         """Sleep as `PagedModel.sleep` does, after the target."""
+        self._device = self.pools.device
         self.resize_pools(0)
-        self._device = self.fc.weight.device
         del self._parts
+        unfuse_quantized(self)
         if level == 2 or self._device.type != "cpu":
             offload(self.weights, drop=level == 2)
 

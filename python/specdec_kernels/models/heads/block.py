@@ -20,9 +20,10 @@ from ..language_model import LanguageModel
 from ..layers.attention import Attention
 from ..layers.decoder_layer import Layer
 from ..layers.embedding import Embedding, LMHead
+from ..layers.fp8 import QuantizedActivations
 from ..layers.head_layout import HeadLayout
 from ..layers.linear import Linear, linear_of
-from ..layers.norm import RMSNorm, rms_norm_of
+from ..layers.norm import Norm, RMSNorm, RMSNormQuant, rms_norm_of
 from ..layers.outputs import LayerOutput, combined
 from ..layers.paged_batch import PagedBatch
 from ..weights.checkpoint import DFLASH, DFLASH2, DSPARK
@@ -198,12 +199,14 @@ class Injection(NamedTuple):
     @classmethod
     def of(cls, attention: Attention) -> Injection:
         whole, dim = attention.qkv, attention.head_dim
-        assert isinstance(whole, Linear) and isinstance(whole.weight, Tensor)
-        begin = len(whole.weight) - (2 * attention.kv_heads + 1) * dim
-        bias = None if whole.bias is None else whole.bias[begin:]
-        return cls(Linear(whole.weight[begin:], bias), attention)
+        if not isinstance(whole, Linear):
+            raise ValueError("block drafter: draft_weights is 'fp8', expected None for heads that are partly rotated")
+        weight, rows = whole.weight, whole.weight.shape[0]
+        begin = rows - (2 * attention.kv_heads + 1) * dim
+        part = weight[begin:] if isinstance(weight, Tensor) else weight.slice_rows(begin, rows)
+        return cls(Linear(part, None if whole.bias is None else whole.bias[begin:]), attention)
 
-    def __call__(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> None:
+    def __call__(self, x: Tensor | QuantizedActivations, positions: Tensor, batch: PagedBatch) -> None:
         """Write the rows [T, H] at positions [B, Q] or [M]."""
         part = self.attention
         kv = self.projection(x).view(*positions.shape, -1, part.head_dim)
@@ -213,7 +216,7 @@ class Injection(NamedTuple):
 class BlockParts(NamedTuple):
     embedding: Embedding
     fc: Linear
-    hidden_norm: RMSNorm
+    hidden_norm: Norm
     layers: list[Layer]
     injections: list[Injection]
     norm: RMSNorm
@@ -304,12 +307,15 @@ class BlockHead(DraftHead):
             if self.block.has_sinks:
                 attention.sinks = module.self_attn.attention_sink_bias.detach().float()
         markov, selector = self.markov_head, self.candidate_selector
+        injections = [Injection.of(layer.mixer) for layer in layers]  # type: ignore[arg-type]
+        hidden_norm = RMSNormQuant.before(rms_norm_of(self.hidden_norm), injections[0].projection)
+        assert hidden_norm is not None
         return BlockParts(
             embedding=Embedding(self.embed_tokens.weight.detach(), unless_one(self.block.input_scale)),
             fc=linear_of(self.fc),
-            hidden_norm=rms_norm_of(self.hidden_norm),
+            hidden_norm=hidden_norm,
             layers=layers,
-            injections=[Injection.of(layer.mixer) for layer in layers],  # type: ignore[arg-type]
+            injections=injections,
             norm=rms_norm_of(self.norm),
             head=LMHead(linear_of(self.lm_head), unless_one(self.block.logit_scale), self.block.soft_cap),
             markov=None if markov is None else markov_of(self.block.markov, markov),
@@ -334,11 +340,9 @@ class BlockHead(DraftHead):
             mlp_conv=conv(module.mlp_conv),
         )
 
-    def join(self, features: Tensor) -> Tensor:
-        return self._parts.hidden_norm(self._parts.fc(features))
-
-    def inject(self, joined: Tensor, positions: Tensor, batch: PagedBatch) -> None:
-        """Write the KV of committed rows, from `join` of their features [T, H]."""
+    def inject(self, features: Tensor, positions: Tensor, batch: PagedBatch) -> None:
+        """Write the KV of committed rows, from their features [T, n * H]."""
+        joined, _ = self._parts.hidden_norm.add_norm(self._parts.fc(features), None)
         for injection in self._parts.injections:
             injection(joined, positions, batch)
 

@@ -18,10 +18,11 @@ from ..families.latent import check_row
 from ..language_model import LanguageModel
 from ..weights.checkpoint import readable, some
 from ..weights.loading import DTYPES
-from .base import DraftHead
+from .base import DraftHead, HeadStorage
 from .checkpoint import LATENT, HeadCheckpoint, OpenCheckpoint, target_ids
 
 H = TypeVar("H", bound=DraftHead)
+PLAIN = HeadStorage()
 
 
 def open_checkpoint(kind: type[DraftHead], head: str | Path | HeadCheckpoint) -> OpenCheckpoint:
@@ -87,7 +88,13 @@ def frequent_tokens(file: str | Path, vocab: int, name: str) -> list[int]:
 
 
 def load_head(
-    kind: type[H], source: str | Path | HeadCheckpoint | H, target: LanguageModel, *, num_pages: int, page_size: int
+    kind: type[H],
+    source: str | Path | HeadCheckpoint | H,
+    target: LanguageModel,
+    *,
+    num_pages: int,
+    page_size: int,
+    storage: HeadStorage = PLAIN,
 ) -> H:
     """Return a checkpoint's head, or a copy of a loaded one, with KV pools of the target's page geometry.
 
@@ -97,7 +104,7 @@ def load_head(
         ValueError: a folder that holds something else; an unsupported variant, or tensors that do not fit, by name.
     """
     head: H = copy(source) if isinstance(source, DraftHead) else load_checkpoint(kind, source, target)
-    head.is_given = isinstance(source, DraftHead)
+    head.is_given, head.storage = isinstance(source, DraftHead), storage
     head.prepare(target, num_pages, page_size)
     return head
 

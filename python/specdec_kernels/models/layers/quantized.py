@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from ...ops import dequantize, silu_and_mul, small_m_gemm
 from .fp8 import (
     FP8,
     GROUP,
+    LARGEST,
     Kernel,
     QuantizedActivations,
     column_major,
@@ -94,6 +96,13 @@ class Fp8Weight(QuantizedWeight):
     def __post_init__(self) -> None:
         if self.qweight.is_cuda:  # kernels are verified here, not while a graph is captured
             self.torch_kernel(self.qweight, torch.bfloat16)
+
+    @classmethod
+    def of_rows(cls, weight: Tensor) -> Fp8Weight:
+        """Quantize a weight [out, in] with a scale for each row, for activations with one for each row of theirs."""
+        weight = weight.detach().float()
+        scales = (weight.abs().amax(1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+        return cls((weight / scales).to(FP8), scales, "token")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -388,3 +397,14 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight.linear(x, self.bias)
+
+
+def quantized_rows(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose linears are quantized by `Fp8Weight.of_rows`; it shares all other parameters."""
+    if type(module) is nn.Linear:
+        stored = QuantizedLinear(module)
+        stored.store(Fp8Weight.of_rows(module.weight))
+        return stored
+    clone = copy(module)
+    clone._modules = {name: part and quantized_rows(part) for name, part in module._modules.items()}
+    return clone
