@@ -1277,7 +1277,7 @@ class ReplayChannel:
     def fail(self, reason: str) -> None:
         """End all ranks for this reason, unless there is one already."""
     def fail_unless_others(self, reason: str) -> None:
-        """Do the same, after a moment in which the end of another rank may be found, of which this is a consequence."""
+        """Do the same, after a moment in which another rank may be found to have ended."""
     def watch(self) -> None:
         """Watch the processes of other ranks from now on. Call it when all ranks have their channels."""
     def process(self, rank: int) -> int: ...

@@ -46,7 +46,7 @@ def others_of(engine: Engine) -> list[int]:
     """Return the processes of the engine's other ranks."""
     ranks = engine.core.runtime.ranks
     assert ranks is not None
-    return [ranks.channel.process(rank) for rank in range(1, ranks.shard.size)]
+    return [ranks.channel.process(rank) for rank in range(1, ranks.size)]
 
 
 def is_there(process: int) -> bool:
@@ -175,6 +175,18 @@ def test_torchrun_script_runs_on_the_first_rank_alone(tmp_path: Path) -> None:
     assert [line for line in done.stdout.splitlines() if line.startswith("said")] == [f"said {want.tokens}"]
 
 
+@pytest.mark.exhaustive
+def test_server_ends_with_a_rank_that_is_killed() -> None:
+    command = [sys.executable, "-m", "specdec_kernels", "serve", "--port", "0", "--device", "cpu", "--tp", "2"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    assert "specdec serve:" in first.stdout.readline()
+    (second,) = map(int, Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split())
+    os.kill(second, signal.SIGKILL)
+    _, errors = first.communicate(timeout=30)
+    assert first.returncode == 1 and f"specdec serve: rank 1 (process {second}) was killed by signal 9" in errors
+
+
 def test_tp_that_cannot_be_is_refused_by_name() -> None:
     module = torch.nn.Linear(1, 1)
     env = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}
@@ -184,7 +196,8 @@ def test_tp_that_cannot_be_is_refused_by_name() -> None:
             "Engine: implementation is transformers, expected native with tp=2"
         ),
         lambda: Engine(module, tp=2): (
-            "Engine: model is a Linear, expected a path or hub id with tp=2, of which each rank loads its part"
+            "Engine: model is a Linear, expected a path or hub id with tp=2: each rank loads its part "
+            "(or torchrun, where each rank passes the module, which is divided in place)"
         ),
         lambda: place_of(2, env): "Engine: tp is 2, expected 4 (processes of torchrun, 2 of them on this host)",
     }.items():

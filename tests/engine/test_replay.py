@@ -33,7 +33,7 @@ def expect_same_state(ours: Any, theirs: Any) -> None:
         assert torch.equal(mine, other), name
 
 
-@pytest.mark.parametrize("name", thinned(DRAFTS, {"tree", "ngram"}.__contains__))
+@pytest.mark.parametrize("name", thinned(DRAFTS, {"tree"}.__contains__))
 def test_replaying_rank_has_the_state_of_rank_0_bit_by_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(name)
     prompts = [prompt[: rng.randint(1, 90)] for prompt in held_out("code")[:10]]
@@ -98,3 +98,28 @@ def test_exception_of_a_replaying_rank_ends_the_engine_with_its_text(monkeypatch
         monkeypatch.setattr(follower.passes, "run", fail)
         with pytest.raises((RuntimeError, GenerationError), match=r"(?s)rank 1: .*no room on this rank"):
             engine.generate([[1, 2, 3]], SamplingParams(4, ignore_eos=True))
+
+
+def test_ranks_sleep_and_wake_together_and_refuse_what_is_not_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy = SamplingParams(6, ignore_eos=True)
+    with replayed(monkeypatch, DRAFTS["none"], max_len=96, num_slots=2) as (engine, follower, _, close):
+        before = engine.generate([[1, 2, 3]], greedy)[0].tokens
+        engine.sleep()
+        engine.wake()
+        assert engine.generate([[1, 2, 3]], greedy)[0].tokens == before
+        request = engine.submit([1, 2, 3], SamplingParams(80, ignore_eos=True))
+        for refused, said in {
+            lambda: engine.export_request(request): (
+                "export_request: Engine has tp=2, expected 1 (each rank has KV of its own heads)"
+            ),
+            lambda: engine.update_weights({}): (
+                "update_weights: Engine has tp=2, expected 1 (new weights are not divided)"
+            ),
+            lambda: engine.sleep(2): "sleep: level is 2, expected 1 with tp=2 (update_weights gives no weights back)",
+        }.items():
+            with pytest.raises(ValueError) as raised:
+                refused()
+            assert str(raised.value) == said
+        request.result()
+        close()
+        expect_same_state(engine.core.executor, follower)

@@ -1,4 +1,4 @@
-"""An engine with a second rank in a thread of the same process: an undivided model, of which both ranks run all rounds."""
+"""An engine with a second rank in a thread of the same process: both run all rounds of an undivided model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from specdec_kernels.engine.startup import FollowerRuntime
 from specdec_kernels.models.layers.reduction import LOCAL
 from specdec_kernels.models.shard import WHOLE
 from specdec_kernels.parallel.launch import Place
-from specdec_kernels.parallel.ranks import Ranks
+from specdec_kernels.parallel.ranks import Ranks, fail
 from specdec_kernels.tiny import tiny_model
 
 
@@ -55,7 +55,7 @@ def replayed(
     def open_ranks(loading: Loading, work: Any) -> Ranks:
         sizes = _C.ReplaySizes(**loading.channel_sizes | {"capacity": capacity})
         memory = shared_memory(sizes)
-        ranks.extend(Ranks(WHOLE, LOCAL, _C.ReplayChannel(memory, sizes, rank)) for rank in range(2))
+        ranks.extend(Ranks(2, WHOLE, LOCAL, _C.ReplayChannel(memory, sizes, rank)) for rank in range(2))
         # Models are loaded one after the other: transformers does not load two at a time.
         runtime = Loading.of(model, theirs, given, Place(1, 2, by_torchrun=False)).open_follower(ranks[1])
         followers.append(runtime.executor)
@@ -67,7 +67,7 @@ def replayed(
         try:
             Follower(runtime).run()
         except BaseException as error:
-            ranks[1].fail(error)
+            fail(ranks[1].channel, error)
 
     with monkeypatch.context() as patch:
         patch.setattr(core_module, "open_ranks", open_ranks)

@@ -88,6 +88,11 @@ FLAGS: dict[str, EngineFlag] = {
         ("--kv-dtype",),
     ),
     "--device": EngineFlag("device", {"help": "cpu or cuda (default: cuda where there is a GPU)"}),
+    "--tp": EngineFlag(
+        "tp",
+        {"type": int, "metavar": "N", "help": "GPUs of this host that the target is divided among (1)"},
+        ("--tp-size", "--tensor-parallel-size"),
+    ),
     "--enable-deterministic-inference": EngineFlag(
         "batch_invariant",
         {"action": "store_true", "help": "make a request's result bitwise independent of the batch"},
@@ -145,6 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         "--kv-cache-dtype",
         "--device",
+        "--tp",
         "--enable-deterministic-inference",
         "--disable-radix-cache",
         "--disable-cuda-graph",

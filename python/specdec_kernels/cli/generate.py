@@ -63,6 +63,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_engine_flags(
         parser,
         "--device",
+        "--tp",
         "--dtype",
         "--kv-cache-dtype",
         "--page-size",

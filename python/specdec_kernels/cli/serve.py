@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT, then end the process."""
+    """Serve until SIGTERM, SIGINT or the end of a rank, then end the process; with 1 after a rank has failed."""
     check(args)  # before imports and models, which take a while
     with listening_socket(args.host, args.port) as listener:
         from ..engine import AsyncEngine
@@ -176,12 +176,13 @@ def serve(args: argparse.Namespace) -> int:
             where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
             with serving_process():
                 run_app(app, listener, args, f"{app.state.server.settings.model_name} ({chosen.algorithm}) at {where}")
+            failed = bool(engine.core.failure)
     if flush is not None:
         flush()
     # The interpreter would free torch's modules for seconds, and wait for a grammar that is still compiled.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(int(failed))
 
 
 def export_traces(url: str) -> Callable[[], None]:
@@ -326,6 +327,9 @@ def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: 
         async def on_tick(self, counter: int) -> bool:
             if counter % 10 == 0:  # once a second
                 close_idle(self.server_state.connections)
+                if failure := app.state.server.engine.core.failure:
+                    print(f"specdec serve: {failure}", file=sys.stderr, flush=True)
+                    self.should_exit = True
             return await super().on_tick(counter)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

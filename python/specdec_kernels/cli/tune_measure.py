@@ -182,7 +182,8 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
                 if now() >= end:
                     break
                 with closing(engine(options)) as opened:
-                    if not args.kv_cache_dtype:  # a module has no KV scales of its checkpoint
+                    # A module has no KV scales of its checkpoint, and other ranks none at all.
+                    if not args.kv_cache_dtype and not args.tp:
                         model = opened.target.model
                     for batch in args.batch:
                         if now() >= end:

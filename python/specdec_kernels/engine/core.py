@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..models.backends.self_check import ModuleMismatchError
-from ..parallel.ranks import Ranks
+from ..parallel.ranks import Ranks, expect_alive, fail
 from ..status import FinishReason
 from .acceptance import AcceptanceMonitor
 from .drafts import Draft
@@ -66,15 +66,16 @@ class EngineCore:
         if options.trace is not None:
             check_writable(options.trace)
         ranks = open_ranks(loading, lambda: (model, self.draft, options))
+        if ranks is not None and not ranks.decides:
+            follow(loading, ranks)
+            ranks.close()
+            raise SystemExit(0)  # the rest of the script is rank 0's
         try:
-            if ranks is not None and not ranks.decides:
-                follow(loading, ranks)
-                raise SystemExit(0)  # the rest of the script is rank 0's
             loading, self.runtime = opened(loading, ranks)
         except BaseException as error:
             if ranks is not None:
                 reason = ranks.channel.failure
-                ranks.fail(error)
+                fail(ranks.channel, error)
                 ranks.close()
                 if reason:
                     raise RuntimeError(f"Engine: {reason}") from error
@@ -106,12 +107,14 @@ class EngineCore:
     # --- for `Engine`, `AsyncEngine` and the server
 
     def expect_open(self) -> None:
-        """Raise RuntimeError if the engine is closed."""
+        """Raise RuntimeError if the engine is closed, or if a rank has failed."""
         self.threads.expect_open()
+        if self.runtime.ranks is not None:
+            expect_alive(self.runtime.ranks.channel)
 
     def expect_ready(self) -> None:
-        """Raise RuntimeError if the engine is closed, or in a thread that must not wait for the loop."""
-        self.threads.expect_open()
+        """Raise RuntimeError as `expect_open`, or in a thread that must not wait for the loop."""
+        self.expect_open()
         self.threads.expect_to_wait()
 
     def new_requests(
@@ -173,6 +176,7 @@ class EngineCore:
 
     def export_request(self, request: BaseRequest) -> ExportedRequest:
         """Take a request out of this engine; see `Engine.export_request`."""
+        self._expect_one_process("export_request")
         if request.host is not self:
             raise ValueError(f"export_request: request {request.id} is of another engine, expected one of this")
         self.expect_ready()
@@ -201,6 +205,7 @@ class EngineCore:
     ) -> AnyRequest:
         """Continue a request that has left another engine; see `Engine.import_request`."""
         self.expect_open()
+        self._expect_one_process("import_request")
         values = exported.values
         check_values(values, self._peer, self.weights.checksum)
         check_tensors(exported, self._peer)
@@ -208,6 +213,17 @@ class EngineCore:
         request.resume(resumed_from(exported, self._peer, self.stream, trusted))
         self.start([request], stream)
         return request
+
+    def _expect_one_process(self, op: str) -> None:
+        if self.runtime.ranks is not None:
+            raise ValueError(
+                f"{op}: Engine has tp={self.runtime.ranks.size}, expected 1 (each rank has KV of its own heads)"
+            )
+
+    @property
+    def failure(self) -> str:
+        """Return why a rank has failed, which ends the engine; empty if none has."""
+        return "" if self.runtime.ranks is None else self.runtime.ranks.channel.failure
 
     @property
     def _peer(self) -> MigrationPeer:

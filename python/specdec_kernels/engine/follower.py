@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from ..parallel import launch
-from ..parallel.ranks import Ranks
+from ..parallel.ranks import Ranks, fail
 from .device.recording import ReplayedCalls
 from .drafts.composition import close_draft
 from .loading import Loading
 from .startup import FollowerRuntime, forget, on_stream
 from .tuning import calibrate
+from .weight_updates import free_memory, take_memory
 
 
 def open_ranks(loading: Loading, work: Callable[[], Any]) -> Ranks | None:
@@ -30,10 +31,15 @@ def open_ranks(loading: Loading, work: Callable[[], Any]) -> Ranks | None:
 
 def serve_rank(joining: launch.Joining) -> None:
     """Be the rank that rank 0 has started with `open_ranks`, until it closes."""
-    model, draft, options = pickle.loads(joining.work)
-    place = launch.Place(joining.rank, joining.sizes["num_ranks"], by_torchrun=False)
-    loading = Loading.of(model, draft, options, place)
-    ranks = launch.join(joining, loading.machine.device)
+    channel = launch.attach(joining)
+    try:
+        model, draft, options = pickle.loads(joining.work)
+        place = launch.Place(joining.rank, joining.sizes["num_ranks"], by_torchrun=False)
+        loading = Loading.of(model, draft, options, place)
+        ranks = launch.join(joining, channel, loading.machine.device)
+    except BaseException as error:
+        fail(channel, error)
+        raise
     try:
         follow(loading, ranks)
     finally:
@@ -54,7 +60,7 @@ def follow(loading: Loading, ranks: Ranks) -> None:
         finally:
             close_draft(loading.draft)
     except BaseException as error:
-        ranks.fail(error)
+        fail(ranks.channel, error)
         raise
 
 
@@ -87,3 +93,13 @@ class Follower(ReplayedCalls):
         """Copy calibrations into the draft."""
         with on_stream(self._runtime.stream):
             calibrate(self._draft, calibrations)
+
+    def sleep(self, level: int) -> None:
+        """Free this rank's memory until `wake`."""
+        with on_stream(self._runtime.stream):
+            free_memory(self._runtime, self._runtime.replayer, level)
+
+    def wake(self, level: int) -> None:
+        """Take the memory back."""
+        with on_stream(self._runtime.stream):
+            take_memory(self._runtime, self._runtime.replayer, level)

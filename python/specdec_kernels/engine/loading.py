@@ -144,9 +144,9 @@ def place_for(model: str | Path | nn.Module, options: EngineOptions) -> Place | 
         return None
     if options.implementation == "transformers":
         raise ValueError(f"Engine: implementation is transformers, expected native with tp={place.size}")
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and not place.by_torchrun:
         raise ValueError(
-            f"Engine: model is a {type(model).__name__}, expected a path or hub id with tp={place.size}, of which each "
-            "rank loads its part"
+            f"Engine: model is a {type(model).__name__}, expected a path or hub id with tp={place.size}: each rank "
+            "loads its part (or torchrun, where each rank passes the module, which is divided in place)"
         )
     return place

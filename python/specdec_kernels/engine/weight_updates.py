@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _C
 from ..models.language_model import LanguageModel
 from ..models.weights.checkpoint import some
 from ..models.weights.offload import MissingWeights, weights_of
 from ..models.weights.update import Update, expect_tensors, write
 from .drafts import Draft, HasWeights, composition
 from .drafts.composition import having, leaves
-from .startup import Runtime, capture_all, on_stream
+from .startup import RankRuntime, Runtime, capture_all, on_stream
 from .threads import EngineThreads
 
 Weights = Mapping[str, Tensor]
@@ -48,6 +49,10 @@ class WeightManager:
         """Replace weights; see `Engine.update_weights`."""
         with self.lock:
             self._expect_awake("update_weights")
+            if (ranks := self._runtime.ranks) is not None:
+                raise ValueError(
+                    f"update_weights: Engine has tp={ranks.size}, expected 1 (new weights are not divided)"
+                )
             given = NewWeights(self._target, self._draft, weights, draft)
             with self._threads.paused(restart=True), on_stream(self._runtime.stream):
                 given.write()
@@ -64,6 +69,10 @@ class WeightManager:
             self._expect_awake("sleep")
             if level not in (1, 2):
                 raise ValueError(f"sleep: level is {level}, expected 1 or 2")
+            if level == 2 and (ranks := runtime.ranks) is not None:
+                raise ValueError(
+                    f"sleep: level is 2, expected 1 with tp={ranks.size} (update_weights gives no weights back)"
+                )
             if level == 2 and (self._target.is_given or any(part.is_given for part in having(self._draft, HasWeights))):
                 raise ValueError(
                     "sleep: level is 2, expected 1 for a model that was given as a module, which is its owner's"
@@ -73,16 +82,8 @@ class WeightManager:
             self._threads.refuse_requests("Engine is asleep, expected wake() before requests")
             with self._threads.paused(restart=True), on_stream(runtime.stream):
                 self._sleep_level = level
-                if runtime.stream is not None:
-                    runtime.stream.synchronize()
-                if runtime.config.captures:
-                    runtime.scheduler.set_graphs({})
-                    runtime.executor.passes.captured.clear()
-                    runtime.graphs = None
-                self._target.sleep(level)
-                composition.sleep(self._draft, level)
-                if runtime.stream is not None:
-                    torch.cuda.empty_cache()
+                runtime.record("sleep", level)
+                free_memory(runtime, runtime.scheduler, level)
 
     def wake(self) -> None:
         """Take device memory back; see `Engine.wake`."""
@@ -90,13 +91,10 @@ class WeightManager:
         with self.lock:
             if not self._sleep_level:
                 raise RuntimeError("wake: Engine is awake, expected one that sleeps")
-            level, num_pages = self._sleep_level, runtime.config.num_pages
+            level = self._sleep_level
             with self._threads.paused(), on_stream(runtime.stream):
-                self._target.wake(level, num_pages)
-                composition.wake(self._draft, level, num_pages)
-                if runtime.config.captures:
-                    runtime.graphs = capture_all(runtime.executor, runtime.config, runtime.stream, progress=False)
-                    runtime.scheduler.set_graphs(runtime.graphs.raw() if runtime.graphs else {})
+                runtime.record("wake", level)
+                take_memory(runtime, runtime.scheduler, level)
             self._sleep_level = 0
             self._missing = MissingWeights(own_weights(self._target, self._draft) if level == 2 else {})
             self._threads.unready = why_unready(self._missing)
@@ -104,6 +102,30 @@ class WeightManager:
     def _expect_awake(self, op: str) -> None:
         if self._sleep_level:
             raise RuntimeError(f"{op}: Engine is asleep, expected wake() before")
+
+
+def free_memory(runtime: RankRuntime, launches: _C.Scheduler | _C.Replayer, level: int) -> None:
+    """Free a rank's graphs, pools and weights, between two rounds; `launches` has the graphs."""
+    if runtime.stream is not None:
+        runtime.stream.synchronize()
+    if runtime.config.captures:
+        launches.set_graphs({})
+        runtime.executor.passes.captured.clear()
+        runtime.graphs = None
+    runtime.executor.target.sleep(level)
+    composition.sleep(runtime.executor.draft, level)
+    if runtime.stream is not None:
+        torch.cuda.empty_cache()
+
+
+def take_memory(runtime: RankRuntime, launches: _C.Scheduler | _C.Replayer, level: int) -> None:
+    """Undo `free_memory`, with empty pools."""
+    num_pages = runtime.config.num_pages
+    runtime.executor.target.wake(level, num_pages)
+    composition.wake(runtime.executor.draft, level, num_pages)
+    if runtime.config.captures:
+        runtime.graphs = capture_all(runtime.executor, runtime.config, runtime.stream, progress=False)
+        launches.set_graphs(runtime.graphs.raw() if runtime.graphs else {})
 
 
 class NewWeights:

@@ -1,4 +1,4 @@
-"""The process of a rank that rank 0 has started: `python -m specdec_kernels.engine.worker`, with its work on stdin."""
+"""The process of a rank that rank 0 has started, with its work on stdin (`parallel.launch`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 def main() -> None:
     """Serve as a rank until rank 0 closes; exit with 1 after a failure."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to end
-    sys.path[:] = pickle.load(sys.stdin.buffer)  # where the classes of what follows are found
     joining = pickle.load(sys.stdin.buffer)
     if os.getppid() != joining.parent:
         sys.exit(1)
@@ -24,7 +23,3 @@ def main() -> None:
         if os.getppid() == joining.parent:  # rank 0 says why
             sys.exit(1)
         raise
-
-
-if __name__ == "__main__":
-    main()

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from .. import _C
 from ..models.shard import Shard
-from .ranks import Ranks
+from .ranks import Ranks, expect_alive
 from .reductions import reduction_over
 
 RING_BYTES = 8 << 20  # of records that the slowest rank has not read
@@ -35,7 +35,13 @@ LOADING = datetime.timedelta(minutes=60)
 SECONDS_TO_START = 300.0  # until a rank has imported what it needs
 SECONDS_TO_END = 20.0  # until a rank that was closed has ended
 GRACE = 2.0  # seconds after a failure, in which ranks end by themselves
-WORKER = "specdec_kernels.engine.worker"
+# What a started process runs: it finds modules where rank 0 does.
+WORKER = """
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from specdec_kernels.engine.worker import main
+main()
+"""
 
 
 class Place(NamedTuple):
@@ -135,7 +141,7 @@ class Joining(NamedTuple):
         sizes: of the channel, the arguments of `ReplaySizes`.
         port: of rank 0's store.
         parent: rank 0's process.
-        work: pickled, for whoever started the rank.
+        work: pickled: what the rank is to do.
     """
 
     rank: int
@@ -187,11 +193,13 @@ def open_ranks(place: Place, device: torch.device, sizes: Mapping[str, int], wor
                 joining = Joining(rank, str(memory.path), dict(sizes), store.port, os.getpid(), pickled)
                 started.append(start_worker(joining))
             wait_for_processes(channel, place.size, started)
+        channel.watch()
+        wait_for_ready(store, channel, place.size)
+        init_group(device, rank=0, size=place.size, store=store)
     except BaseException:
         end(started)
         raise
-    channel.watch()
-    return joined(place, device, channel, store, started)
+    return ranks_of(place, channel, started)
 
 
 def store_of(size: int, port: int, *, is_master: bool) -> TCPStore:
@@ -201,7 +209,7 @@ def store_of(size: int, port: int, *, is_master: bool) -> TCPStore:
 
 def start_worker(joining: Joining) -> subprocess.Popen[bytes]:
     """Start a rank in a process of its own, in a session that an interrupt of this one does not reach."""
-    process = subprocess.Popen([sys.executable, "-m", WORKER], stdin=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended: `wait_for_processes` finds out
         process.stdin.write(pickle.dumps(list(sys.path)) + pickle.dumps(joining))
@@ -244,31 +252,36 @@ def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int]) 
     return ranks_of(place, channel, [])
 
 
-def join(joining: Joining, device: torch.device) -> Ranks:
-    """Return the rank of a process that rank 0 has started."""
-    sizes = _C.ReplaySizes(**joining.sizes)
-    channel = Memory(Path(joining.path), sizes).channel(joining.rank)
+def attach(joining: Joining) -> _C.ReplayChannel:
+    """Return the channel of a process that rank 0 has started; they watch each other from now on."""
+    channel = Memory(Path(joining.path), _C.ReplaySizes(**joining.sizes)).channel(joining.rank)
     channel.watch()
-    store = store_of(sizes.num_ranks, joining.port, is_master=False)
-    place = Place(joining.rank, sizes.num_ranks, by_torchrun=False)
-    return joined(place, device, channel, store, [])
+    return channel
 
 
-def joined(
-    place: Place,
-    device: torch.device,
-    channel: _C.ReplayChannel,
-    store: TCPStore,
-    started: Sequence[subprocess.Popen[bytes]],
-) -> Ranks:
-    """Return a rank after all have a process group."""
-    try:
-        init_group(device, rank=place.rank, size=place.size, store=store)
-    except BaseException:
-        channel.fail(f"rank {place.rank}: no process group")
-        end(started)
-        raise
-    return ranks_of(place, channel, started)
+def join(joining: Joining, channel: _C.ReplayChannel, device: torch.device) -> Ranks:
+    """Return the rank of a process that rank 0 has started."""
+    size = joining.sizes["num_ranks"]
+    store = store_of(size, joining.port, is_master=False)
+    store.set(ready(joining.rank), "")
+    init_group(device, rank=joining.rank, size=size, store=store)
+    return ranks_of(Place(joining.rank, size, by_torchrun=False), channel, [])
+
+
+def ready(rank: int) -> str:
+    """Return the store's key that a rank sets when it is about to join the process group."""
+    return f"specdec {rank} is ready"
+
+
+def wait_for_ready(store: TCPStore, channel: _C.ReplayChannel, size: int) -> None:
+    """Wait until the other ranks are ready to join the process group, which cannot be interrupted.
+
+    Raises:
+        RuntimeError: one of them has failed.
+    """
+    while not store.check([ready(rank) for rank in range(1, size)]):
+        expect_alive(channel)
+        time.sleep(0.01)
 
 
 def init_group(device: torch.device, *, rank: int, size: int, store: TCPStore | None = None) -> None:
@@ -291,7 +304,7 @@ def ranks_of(place: Place, channel: _C.ReplayChannel, started: Sequence[subproce
         if not place.by_torchrun and dist.is_initialized():
             dist.destroy_process_group()
 
-    return Ranks(place.shard, reduction_over(), channel, least, on_close)
+    return Ranks(place.size, place.shard, reduction_over(), channel, least, on_close)
 
 
 def least(value: int) -> int:

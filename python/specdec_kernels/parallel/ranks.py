@@ -18,12 +18,14 @@ class Ranks:
     """One of the processes that share a model. Rank 0 decides what runs; the others make the same calls after it.
 
     Attributes:
+        size: how many ranks there are.
         shard: this rank's share of the model. reduction: sums over the ranks.
         channel: what rank 0 records, and the others read.
         least: returns the least of the ranks' integers, on all of them.
         on_close: what ends the ranks, called once.
     """
 
+    size: int
     shard: Shard
     reduction: Reduction
     channel: _C.ReplayChannel
@@ -44,20 +46,22 @@ class Ranks:
         """
         self.channel.write(pickle.dumps((name, arguments), protocol=pickle.HIGHEST_PROTOCOL))
 
-    def expect_alive(self) -> None:
-        """Raise RuntimeError, with the reason, once a rank has failed."""
-        if reason := self.channel.failure:
-            raise RuntimeError(f"Engine: {reason}")
-
-    def fail(self, error: BaseException) -> None:
-        """End all ranks for an exception of this one, unless one has failed already."""
-        lines = traceback.format_exception(error)
-        text = "".join(lines[-1:] if self.decides else lines).strip()
-        self.channel.fail_unless_others(f"rank {self.channel.rank}: {text}")
-
     def close(self) -> None:
         """Let the other ranks end. Idempotent."""
         if not self._closed:
             self._closed = True
             self.channel.close()
             self.on_close()
+
+
+def expect_alive(channel: _C.ReplayChannel) -> None:
+    """Raise RuntimeError, with the reason, once a rank has failed."""
+    if reason := channel.failure:
+        raise RuntimeError(f"Engine: {reason}")
+
+
+def fail(channel: _C.ReplayChannel, error: BaseException) -> None:
+    """End all ranks for an exception of this one, unless one has failed already."""
+    lines = traceback.format_exception(error)
+    text = "".join(lines if channel.rank else lines[-1:]).strip()
+    channel.fail_unless_others(f"rank {channel.rank}: {text}")

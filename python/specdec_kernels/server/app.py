@@ -345,7 +345,7 @@ class Server:
         )
 
     def expect_healthy(self) -> None:
-        """Raise RequestError, of status 503, if the engine is closed or asleep, or if a grammar does not end."""
+        """Raise RequestError, of status 503, if the engine cannot run, or if a grammar does not end."""
         with unavailable_as_503():
             self.engine.core.expect_open()
         if trouble := self.grammars.trouble:
