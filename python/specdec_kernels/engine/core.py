@@ -68,7 +68,6 @@ class EngineCore:
         ranks = open_ranks(loading, lambda: (model, self.draft, options))
         if ranks is not None and not ranks.decides:
             follow(loading, ranks)
-            ranks.close()
             raise SystemExit(0)  # the rest of the script is rank 0's
         try:
             loading, self.runtime = opened(loading, ranks)
@@ -87,7 +86,9 @@ class EngineCore:
         self.inputs = InputProcessor(self.config, self.target, self.draft, tokenizer, no_tokenizer)
         self.threads = EngineThreads(self.scheduler, self.stream, AcceptanceMonitor(self.draft))
         self.weights = WeightManager(self.runtime, self.threads)
-        self._closer = weakref.finalize(self, close, self.threads, self.draft, ranks)  # also when the interpreter ends
+        self._closer = weakref.finalize(
+            self, close, self.threads, self.draft, self.runtime
+        )  # also when the interpreter ends
 
     # --- for requests (`RequestHost`)
 
@@ -285,11 +286,10 @@ def opened(loading: Loading, ranks: Ranks | None) -> tuple[Loading, Runtime]:
     return loading, loading.open(None)
 
 
-def close(threads: EngineThreads, draft: Draft, ranks: Ranks | None) -> None:
+def close(threads: EngineThreads, draft: Draft, runtime: Runtime) -> None:
     """End what an engine runs on. It takes no engine, since the engine may have been collected."""
     threads.close()
-    if ranks is not None:
-        ranks.close()
+    runtime.close_ranks()
     close_draft(draft)
 
 

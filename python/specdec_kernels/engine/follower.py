@@ -40,10 +40,7 @@ def serve_rank(joining: launch.Joining) -> None:
     except BaseException as error:
         fail(channel, error)
         raise
-    try:
-        follow(loading, ranks)
-    finally:
-        ranks.close()
+    follow(loading, ranks)
 
 
 def follow(loading: Loading, ranks: Ranks) -> None:
@@ -53,15 +50,19 @@ def follow(loading: Loading, ranks: Ranks) -> None:
         RuntimeError: a rank has failed.
         Exception: what was raised here. All ranks end for this reason then.
     """
+    runtime: FollowerRuntime | None = None
     try:
         runtime = loading.open_follower(ranks)
-        try:
-            Follower(runtime).run()
-        finally:
-            close_draft(loading.draft)
+        Follower(runtime).run()
     except BaseException as error:
-        fail(ranks.channel, error)
+        fail(ranks.channel, error)  # before anything that may wait for the device
         raise
+    finally:
+        if runtime is None:
+            ranks.close()
+        else:
+            runtime.close_ranks()
+            close_draft(loading.draft)
 
 
 class Follower(ReplayedCalls):
@@ -97,9 +98,9 @@ class Follower(ReplayedCalls):
     def sleep(self, level: int) -> None:
         """Free this rank's memory until `wake`."""
         with on_stream(self._runtime.stream):
-            free_memory(self._runtime, self._runtime.replayer, level)
+            free_memory(self._runtime, level)
 
     def wake(self, level: int) -> None:
         """Take the memory back."""
         with on_stream(self._runtime.stream):
-            take_memory(self._runtime, self._runtime.replayer, level)
+            take_memory(self._runtime, level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -58,10 +59,32 @@ class RankRuntime:
     graphs: Graphs | None
     ranks: Ranks | None
 
+    @property
+    def launches(self) -> _C.Scheduler | _C.Replayer:
+        """Return what launches the graphs."""
+        raise NotImplementedError
+
     def record(self, name: str, *arguments: Any) -> None:
         """Let the other ranks, if there are any, make a call (`Ranks.record`)."""
         if self.ranks is not None:
             self.ranks.record(name, *arguments)
+
+    def drop_graphs(self) -> None:
+        """Destroy all graphs; nothing may be running."""
+        if self.config.captures:
+            self.launches.set_graphs({})
+            self.executor.passes.captured.clear()
+            self.graphs = None
+
+    def close_ranks(self) -> None:
+        """Let the other ranks end, after the graphs: NCCL does not end while graphs have its collectives."""
+        if self.ranks is None:
+            return
+        with contextlib.suppress(RuntimeError):  # after a failure, the device may be gone
+            if self.stream is not None:
+                self.stream.synchronize()
+            self.drop_graphs()
+        self.ranks.close()
 
 
 @dataclass
@@ -70,12 +93,20 @@ class Runtime(RankRuntime):
 
     scheduler: _C.Scheduler
 
+    @property
+    def launches(self) -> _C.Scheduler:
+        return self.scheduler
+
 
 @dataclass
 class FollowerRuntime(RankRuntime):
     """What another rank runs on, which launches what the scheduler of rank 0 launches."""
 
     replayer: _C.Replayer
+
+    @property
+    def launches(self) -> _C.Replayer:
+        return self.replayer
 
 
 def open_runtime(

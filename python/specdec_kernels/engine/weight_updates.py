@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C
 from ..models.language_model import LanguageModel
 from ..models.weights.checkpoint import some
 from ..models.weights.offload import MissingWeights, weights_of
@@ -83,7 +82,7 @@ class WeightManager:
             with self._threads.paused(restart=True), on_stream(runtime.stream):
                 self._sleep_level = level
                 runtime.record("sleep", level)
-                free_memory(runtime, runtime.scheduler, level)
+                free_memory(runtime, level)
 
     def wake(self) -> None:
         """Take device memory back; see `Engine.wake`."""
@@ -94,7 +93,7 @@ class WeightManager:
             level = self._sleep_level
             with self._threads.paused(), on_stream(runtime.stream):
                 runtime.record("wake", level)
-                take_memory(runtime, runtime.scheduler, level)
+                take_memory(runtime, level)
             self._sleep_level = 0
             self._missing = MissingWeights(own_weights(self._target, self._draft) if level == 2 else {})
             self._threads.unready = why_unready(self._missing)
@@ -104,28 +103,25 @@ class WeightManager:
             raise RuntimeError(f"{op}: Engine is asleep, expected wake() before")
 
 
-def free_memory(runtime: RankRuntime, launches: _C.Scheduler | _C.Replayer, level: int) -> None:
-    """Free a rank's graphs, pools and weights, between two rounds; `launches` has the graphs."""
+def free_memory(runtime: RankRuntime, level: int) -> None:
+    """Free a rank's graphs, pools and weights, between two rounds."""
     if runtime.stream is not None:
         runtime.stream.synchronize()
-    if runtime.config.captures:
-        launches.set_graphs({})
-        runtime.executor.passes.captured.clear()
-        runtime.graphs = None
+    runtime.drop_graphs()
     runtime.executor.target.sleep(level)
     composition.sleep(runtime.executor.draft, level)
     if runtime.stream is not None:
         torch.cuda.empty_cache()
 
 
-def take_memory(runtime: RankRuntime, launches: _C.Scheduler | _C.Replayer, level: int) -> None:
+def take_memory(runtime: RankRuntime, level: int) -> None:
     """Undo `free_memory`, with empty pools."""
     num_pages = runtime.config.num_pages
     runtime.executor.target.wake(level, num_pages)
     composition.wake(runtime.executor.draft, level, num_pages)
     if runtime.config.captures:
         runtime.graphs = capture_all(runtime.executor, runtime.config, runtime.stream, progress=False)
-        launches.set_graphs(runtime.graphs.raw() if runtime.graphs else {})
+        runtime.launches.set_graphs(runtime.graphs.raw() if runtime.graphs else {})
 
 
 class NewWeights:

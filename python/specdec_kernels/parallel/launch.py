@@ -209,7 +209,8 @@ def store_of(size: int, port: int, *, is_master: bool) -> TCPStore:
 
 def start_worker(joining: Joining) -> subprocess.Popen[bytes]:
     """Start a rank in a process of its own, in a session that an interrupt of this one does not reach."""
-    process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, start_new_session=True)
+    env = {**os.environ, "TQDM_DISABLE": "1"}  # one rank's progress is enough
+    process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE, start_new_session=True, env=env)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended: `wait_for_processes` finds out
         process.stdin.write(pickle.dumps(list(sys.path)) + pickle.dumps(joining))
@@ -237,19 +238,20 @@ def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int]) 
     """Return this rank among those that torchrun has started."""
     if not dist.is_initialized():
         init_group(device, rank=place.rank, size=place.size)
+    control = dist.new_group(backend="gloo")  # the script's own group may be NCCL's alone
     said: list[Any] = [None]
     with contextlib.ExitStack() as stack:
         if place.rank == 0:
             memory = stack.enter_context(Memory.create(_C.ReplaySizes(**sizes)))
             said[0] = str(memory.path), dict(sizes)
-        dist.broadcast_object_list(said, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(said, src=0, group=control, device=torch.device("cpu"))
         path, of_first = said[0]
         if of_first != dict(sizes):
             raise RuntimeError(f"Engine: rank {place.rank} has a channel of {dict(sizes)}, expected {of_first}")
         channel = Memory(Path(path), _C.ReplaySizes(**sizes)).channel(place.rank)
-        dist.barrier()
+        dist.barrier(control)
     channel.watch()
-    return ranks_of(place, channel, [])
+    return ranks_of(place, channel, [], control)
 
 
 def attach(joining: Joining) -> _C.ReplayChannel:
@@ -293,25 +295,36 @@ def init_group(device: torch.device, *, rank: int, size: int, store: TCPStore | 
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LOADING)
 
 
-def ranks_of(place: Place, channel: _C.ReplayChannel, started: Sequence[subprocess.Popen[bytes]]) -> Ranks:
-    """Return a rank, and let a thread of rank 0 end the others after a failure."""
+def ranks_of(
+    place: Place,
+    channel: _C.ReplayChannel,
+    started: Sequence[subprocess.Popen[bytes]],
+    control: dist.ProcessGroup | None = None,
+) -> Ranks:
+    """Return a rank, and let a thread of rank 0 end the others after a failure.
+
+    Args:
+        place: of this process.
+        channel: of this rank.
+        started: processes that this one has started.
+        control: a group for tensors of the host; None: the default group.
+    """
     if place.rank == 0:
         others = [channel.process(rank) for rank in range(1, place.size)]
         threading.Thread(target=end_others, args=(channel, others), name="specdec ranks", daemon=True).start()
 
+    def least(value: int) -> int:
+        values = torch.tensor([value])
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=control)
+        return int(values)
+
     def on_close() -> None:
         end(started, SECONDS_TO_END)
         if not place.by_torchrun and dist.is_initialized():
-            dist.destroy_process_group()
+            with contextlib.suppress(*[Exception] if channel.failure else []):
+                dist.destroy_process_group()
 
     return Ranks(place.size, place.shard, reduction_over(), channel, least, on_close)
-
-
-def least(value: int) -> int:
-    """Return the least of the ranks' values."""
-    values = torch.tensor([value])
-    dist.all_reduce(values, dist.ReduceOp.MIN)
-    return int(values)
 
 
 def end_others(channel: _C.ReplayChannel, processes: Sequence[int]) -> None:

@@ -47,10 +47,11 @@ class Ranks:
         self.channel.write(pickle.dumps((name, arguments), protocol=pickle.HIGHEST_PROTOCOL))
 
     def close(self) -> None:
-        """Let the other ranks end. Idempotent."""
+        """Let the other ranks end, on rank 0, and leave the group. Idempotent."""
         if not self._closed:
             self._closed = True
-            self.channel.close()
+            if self.decides:
+                self.channel.close()
             self.on_close()
 
 
