@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec_kernels.engine import Engine
+from specdec_kernels.cli import main
+from specdec_kernels.engine import DFlash, Engine
+from specdec_kernels.engine.drafts.composition import pools_of
 from specdec_kernels.models.backends.select import BackendSummary, open_language_model, summarize_backend
 from specdec_kernels.models.layers.mlp import GatedMLP
 from specdec_kernels.models.layers.moe import Fp8Experts, MoE
 from specdec_kernels.models.layers.quantized import Fp8Weight, Int4Weight
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.state_cache import StateCache
+from support.block_drafters import write_drafter, write_target
 from support.quantized_checkpoints import EXPERTS, write_model
 from support.tiny_random_models import NATIVE, WINDOW, tiny_model
 
@@ -51,6 +55,22 @@ def test_info_names_the_dtypes_of_linears(name: str, model_type: str, linears: s
     activations = {getattr(part.weight, "activations", "none") for part in parts}
     rounded = {"none": "", "token": "per token", "group": "per group", "static": "checkpoint's scales"}
     assert rounded[activations.pop()] in linears and not activations
+
+
+def test_info_tells_what_a_draft_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, drafter = write_target(tmp_path / "target"), write_drafter(tmp_path / "drafter", "dflash window")
+    command = ["info", str(target), "--speculative-draft-model-path"]
+    assert main([*command, str(drafter), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["draft"] == "DFLASH, at most 5 tokens on a path and 32 nodes"
+    # Keys and values of two KV heads of 64 elements, in two layers.
+    kv = "1024 bytes for each token in 16 bits, 512 in 8"
+    assert facts["draft_kv"] == f"{kv}; the last 7 rows in some layers, all of them with a prefix cache"
+    with Engine(str(target), draft=DFlash(drafter), max_len=64, device="cpu", dtype=torch.float32) as engine:
+        [pools] = pools_of(engine.draft)
+        assert pools.num_bytes == 4 * 512 * pools.num_pages * pools.page_size
+    assert main([*command, str(target)]) == 0 and "STANDALONE" in capsys.readouterr().out
+    assert main([*command, str(tmp_path)]) == 2 and "draft model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from specdec_kernels.engine import (
     SamplingParams,
     Union,
 )
+from specdec_kernels.engine.drafts.composition import pools_of
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.models.layers.quantized import QuantizedLinear
 from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance, mean_accept_length
@@ -153,6 +154,50 @@ def distance(one: Tree, other: Tree) -> float:
     return sum(abs(one[path] - other[path]) for path in common) / len(common)
 
 
+@pytest.mark.parametrize("name", thinned(("dflash window", "dspark"), "dflash window".__eq__))
+def test_kv_in_8_bits_drafts_nearly_the_same_tree_and_the_same_text(name: str, target: Path, tmp_path: Path) -> None:
+    folder = write_drafter(tmp_path / "drafter", name)
+    prompts = random_prompts(2)
+    texts, trees, sizes = [], [], []
+    for kv_dtype in (None, "fp8_e4m3"):
+        draft = draft_of(name, folder, num_nodes=NODES, num_candidates=CANDIDATES, kv_dtype=kv_dtype)
+        with make_engine(target, draft, batch_invariant=True) as engine, patched() as patch:
+            drafted = record(engine, patch)
+            texts.append([output.tokens for output in engine.generate(prompts, GREEDY)])
+            trees.append(drafted[0][1])
+            sizes.append(pools_of(draft)[0].num_bytes)
+    assert texts[0] == texts[1] and 4 * sizes[1] == sizes[0]
+    assert 1e-4 < distance(*trees) < 0.5
+
+
+@pytest.mark.parametrize("prefix_cache", [False, None])
+def test_pools_of_layers_with_a_window_are_as_small_as_it(
+    prefix_cache: bool | None, target: Path, tmp_path: Path
+) -> None:
+    """They have all rows with a prefix cache, the default: a cached page serves requests that see other rows of it."""
+    folder = write_drafter(tmp_path / "drafter", "dflash window")
+    formula, prompts = Drafter(target, folder), random_prompts(2)
+    expected = greedy_by_transformers(formula.target, prompts, 60, eos_token_id=None)
+    options: dict[str, Any] = {"max_len": 128, "page_size": 4, "prefill_chunk": 7, "prefix_cache": prefix_cache}
+    if prefix_cache is False:
+        options["batch_invariant"] = True  # the calibration stays as it is
+    draft = DFlash(folder, num_nodes=NODES, num_candidates=CANDIDATES)
+    with make_engine(target, draft, **options) as engine, patched() as patch:
+        drafted = record(engine, patch)
+        params = replace(GREEDY, max_new_tokens=60)
+        assert [output.tokens for output in engine.generate(prompts, params)] == expected
+        windowed, full = sorted(pools_of(draft)[0].groups, key=lambda group: group.layout.window or 1000)
+        slots, whole = 2, full.pools[0].shape[1]
+        # The window, the rows that a round or a chunk writes, and two pages that are used in part.
+        held = slots * (-(-(7 + NODES + 1) // 4) + 1)
+        assert windowed.pools[0].shape[1] == (whole if prefix_cache is None else held)
+        assert held < whole / 2
+    wholes = [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    for length, tree in drafted[::12] if prefix_cache is False else ():  # far beyond the window
+        texts = [text[: length + 1] for text in wholes if length < len(text)]
+        assert any(is_same(tree, formula.tree(text, NODES - 1, CANDIDATES)) for text in texts)
+
+
 @pytest.mark.exhaustive
 def test_weights_in_8_bits_of_a_given_head_are_a_copy_that_sleeps_and_is_updated(tmp_path: Path) -> None:
     target, text = synthetic()
@@ -279,6 +324,8 @@ def test_options_and_folders_of_another_kind_are_refused(target: Path, tmp_path:
         DFlash(dflash, num_candidates=65)
     with pytest.raises(ValueError, match="DFlash: draft_weights is 'int4', expected None or 'fp8'"):
         DFlash(dflash, draft_weights="int4")
+    with pytest.raises(ValueError, match=r"DFlash: kv_dtype is 'int8', expected None \(that of the weights\) or 'fp8_"):
+        DFlash(dflash, kv_dtype="int8")
     with pytest.raises(ValueError, match="DFlash: sampled is True with topk=None, expected topk=1"):
         DFlash(dflash, sampled=True)
 

@@ -33,6 +33,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "and how each of its parts would run, and if not, why.",
     )
     add_model(parser, ", whose config alone is read (default: show what is installed)")
+    parser.add_argument(
+        "--speculative-draft-model-path",
+        metavar="PATH",
+        help="draft of the model, whose config alone is read: show what an engine keeps for it",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -46,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"specdec info: {error}", file=sys.stderr)
         return 2
     if model:
-        return run_model(str(model), args.json)
+        return run_model(str(model), args.json, args.speculative_draft_model_path)
+    if args.speculative_draft_model_path is not None:
+        print("specdec info: --speculative-draft-model-path is given, expected a model too", file=sys.stderr)
+        return 2
     facts = collect()
     if args.json:
         print(json.dumps(facts, indent=2))
@@ -55,11 +63,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_model(model: str, as_json: bool) -> int:
-    """Print how a model would run; return 2 if it is refused, else 0."""
+def run_model(model: str, as_json: bool, draft: str | None = None) -> int:
+    """Print how a model would run, and what its draft takes; return 2 if one of them is refused, else 0."""
     if not require("info MODEL", "engine", ["torch", "transformers", "safetensors"]):
         return 1
     facts = model_facts(model)
+    if draft is not None and not facts["refused"]:
+        facts |= draft_facts(model, draft)
     if as_json:
         print(json.dumps(facts, indent=2))
     elif facts["refused"]:
@@ -89,6 +99,28 @@ def model_facts(model: str) -> dict[str, Any]:
         return facts | summarize_backend(model)._asdict()
     except (OSError, ValueError) as error:
         return facts | {"refused": str(error)}
+
+
+def draft_facts(model: str, path: str) -> dict[str, Any]:
+    """Return what an engine keeps for the draft of a folder or hub id, as far as its config tells."""
+    from ..models.weights.checkpoint import local_folder
+    from ..models.weights.model_config import config_of
+    from .algorithms import algorithm_of, draft_class
+
+    try:
+        algorithm = algorithm_of(local_folder(model_path(path), "--speculative-draft-model-path"))
+        needs = draft_class(algorithm)(model_path(path)).needs(config_of(model))
+    except (OSError, ValueError) as error:
+        return {"refused": str(error)}
+    elements, windows = needs.kv_numbers, [window for window in needs.kv_windows if window is not None]
+    rows = "all rows"
+    if windows:
+        some = " in some layers" if None in needs.kv_windows else ""
+        rows = f"the last {', '.join(map(str, windows))} rows{some}, all of them with a prefix cache"
+    return {
+        "draft": f"{algorithm}, at most {needs.accept_width - 1} tokens on a path and {needs.num_nodes} nodes",
+        "draft_kv": f"{2 * elements} bytes for each token in 16 bits, {elements} in 8; {rows}",
+    }
 
 
 def collect() -> dict[str, Any]:

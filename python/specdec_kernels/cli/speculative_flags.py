@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from ..engine import Draft
 
 
+# Options of drafts that say how they are stored, and their flags.
+STORED_BY = {"draft_weights": "draft-model-quantization", "kv_dtype": "draft-kv-cache-dtype"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of drafting."""
     parser.add_argument(
@@ -41,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculative-draft-model-quantization",
         choices=["fp8"],
         help="quantize the linears of an EAGLE-3 head or a block drafter to 8 bits when it is loaded",
+    )
+    parser.add_argument(
+        "--speculative-draft-kv-cache-dtype",
+        choices=["fp8_e4m3"],
+        help="dtype of their own KV cache (default: that of the weights)",
     )
     parser.add_argument(
         "--speculative-adaptive",
@@ -188,10 +197,11 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     if algorithm.removesuffix("+NGRAM") in BLOCK_ALGORITHMS:  # depth costs nothing, and a tree may have any width
         model["num_steps"] = args.speculative_num_steps
         model["topk"] = args.speculative_eagle_topk or (1 if topk == 1 else None)
-    if quantization := getattr(args, "speculative_draft_model_quantization", None):
-        if algorithm.removesuffix("+NGRAM") not in ("EAGLE3", *BLOCK_ALGORITHMS):
-            raise ValueError(f"--speculative-draft-model-quantization is {quantization}, expected none for {algorithm}")
-        model["draft_weights"] = quantization
+    for option, flag in STORED_BY.items():
+        if value := getattr(args, f"speculative_{flag.replace('-', '_')}", None):
+            if algorithm.removesuffix("+NGRAM") not in ("EAGLE3", *BLOCK_ALGORITHMS):
+                raise ValueError(f"--speculative-{flag} is {value}, expected none for {algorithm}")
+            model[option] = value
     corpus = args.speculative_ngram_corpus
     if algorithm == "NONE":
         return None

@@ -301,12 +301,14 @@ def page_plan_of(
 ) -> tuple[PagePlan, bool]:
     """Return the page tables of the engine, and whether it has a prefix cache."""
     keeps_all: set[int | None] = {None}
-    windows = windows_of(model, implementation) | (keeps_all if needs.kv_numbers > 0 else set())
+    windows = windows_of(model, implementation)
+    of_draft = set(needs.kv_windows) if needs.kv_numbers > 0 else set()
     sizes = max(options.prefill_chunk, reserve), max_pages, options.page_size, options.num_slots
-    pages = PagePlan.of(windows, *sizes)
+    pages = PagePlan.of(windows | of_draft, *sizes)
     prefix_cache = options.prefix_cache
-    if prefix_cache is None:
-        prefix_cache = not options.batch_invariant and can_cache and not pages.gives_back
+    if prefix_cache is None:  # windows of the draft alone are not worth giving up the cache
+        of_target = PagePlan.of(windows | (keeps_all if of_draft else set()), *sizes)
+        prefix_cache = not options.batch_invariant and can_cache and not of_target.gives_back
     if prefix_cache:  # a cached page serves requests that see other rows of it: no page below a window is given back
         pages = PagePlan.of(keeps_all, *sizes)
     return pages, prefix_cache
@@ -499,7 +501,8 @@ def memory_of(config: EngineConfig, model: Any) -> dict[str, int]:
     num_layers = model.num_hidden_layers
     if config.implementation == "native":
         num_layers = family_of(model).num_kv_layers
-    row_elements = config.num_pages * needs.kv_numbers + fewest * kv_numbers(model, num_layers)
+    of_draft = config.num_pages if set(needs.kv_windows) == {None} else fewest
+    row_elements = of_draft * needs.kv_numbers + fewest * kv_numbers(model, num_layers)
     num_nodes = num_slots * needs.num_nodes
     slot_words = config.max_pages * (1 + len(pages.windows)) + MAX_STOP_TOKENS + 2 * model.vocab_size
     features = (1 + config.max_idle_rounds) * len(needs.feature_layers) * model.hidden_size * config.dtype.itemsize

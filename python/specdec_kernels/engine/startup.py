@@ -275,7 +275,11 @@ def load_target(
         fixed_split=config.fixed_split,
         device=device,
         window=config.pages.window,
-        window_pages=target.pools.window_pages,
+        window_pages={
+            window: most
+            for window, most in config.pages.windows
+            if window in target.pools.window_pages or window in config.needs.kv_windows
+        },
     )
     width = config.needs.accept_width
     rings = Rings.create(

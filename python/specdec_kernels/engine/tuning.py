@@ -156,6 +156,9 @@ def calibrate(draft: Draft, calibrations: Sequence[dict[str, Any] | None]) -> No
 # --- costs
 
 
+STORED_BY = "draft_weights", "kv_dtype"  # options of a draft that change the costs of its rounds
+
+
 def rounds_of(model: Any, draft: Draft, config: EngineConfig, num_ranks: int = 1) -> dict[str, Any]:
     """Return what round costs depend on besides sizes; costs are reused only if all of it is equal."""
     device, shape = config.machine.device, model.to_dict()
@@ -176,7 +179,7 @@ def rounds_of(model: Any, draft: Draft, config: EngineConfig, num_ranks: int = 1
                 [
                     type(part).__name__,
                     *([part.model_name] if isinstance(part, CalibratedDraft) else []),
-                    *filter(None, [getattr(part, "draft_weights", None)]),
+                    *(str(how) for name in STORED_BY if (how := getattr(part, name, None)) is not None),
                 ]
                 for part in leaves(draft)
             ],

@@ -43,7 +43,7 @@ def kv_bounds(
     def plan(call: AttentionCall, length: int) -> str:
         """Return the name of a call's plan for KV of up to `length` rows."""
         q_rows = num_rows if call.q_rows is None else min(call.q_rows, most_nodes)
-        in_8_bits = fp8 and call.follows_kv_dtype
+        in_8_bits = call.in_8_bits or (fp8 and call.follows_kv_dtype)
         if call.latent_dim is not None:
             return mla_plan(
                 batch=batch,

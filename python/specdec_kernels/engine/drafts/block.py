@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ...models.families import kv_numbers
-from ...models.heads.base import HeadStorage
 from ...models.heads.block import BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from ...models.heads.block_config import BlockConfig
 from ...models.heads.checkpoint import HeadCheckpoint
@@ -25,7 +24,7 @@ from ...ops import TopK, draft_extend_inputs, expand_trellis, make_calibration, 
 from .base import DraftBudget
 from .calibrated import CalibratedDraft
 from .context import DraftContext, PrefillRows
-from .model import SEED_OF_ROUND, check_storage
+from .model import SEED_OF_ROUND, check_storage, storage_of
 from .needs import AttentionCall, Needs
 from .proposal import Committed, DrawnFrom, Proposal, makes_valid_trees, no_candidates
 
@@ -51,6 +50,7 @@ class BlockDraft(CalibratedDraft):
     num_nodes: int | None = None
     sampled: bool = False
     draft_weights: str | None = None
+    kv_dtype: str | torch.dtype | None = None
 
     kind: ClassVar[type[BlockHead]]
 
@@ -61,7 +61,7 @@ class BlockDraft(CalibratedDraft):
             value = getattr(self, option)
             if value is not None and not 1 <= value <= high:
                 raise ValueError(f"{name}: {option} is {value}, expected 1 to {high}")
-        check_storage(name, self.draft_weights)
+        check_storage(name, self.draft_weights, self.kv_dtype)
         if self.sampled and self.topk != 1:
             raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")
         if not isinstance(self.head, str | Path | HeadCheckpoint | self.kind):
@@ -104,6 +104,7 @@ class BlockDraft(CalibratedDraft):
     def needs(self, target: Any) -> Needs:
         block, config = self.block_of(target.num_hidden_layers), config_of_head(self.kind, self.head)
         depth, num_layers = self.depth_of(block), config.num_hidden_layers
+        attention = AttentionCall.of(config, block.block_size, False, num_layers)
         is_chain = self.topk == 1 or block.markov == "rnn"
         return Needs(
             num_nodes=self.num_nodes or (depth + 1 if is_chain else DEFAULT_NUM_NODES),
@@ -112,13 +113,14 @@ class BlockDraft(CalibratedDraft):
             tensor_prefixes=self.tensor_prefixes,
             scratch_rows=block.block_size,
             kv_numbers=kv_numbers(config, num_layers),
-            attention=(AttentionCall.of(config, block.block_size, False, num_layers),),
+            kv_windows=tuple(dict.fromkeys(block.windows)),
+            attention=(attention._replace(in_8_bits=self.kv_dtype is not None),),
             lookahead=0,
         )
 
     def open(self, context: DraftContext) -> None:
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
-        storage = HeadStorage(self.draft_weights)
+        storage = storage_of(self, context)
         self.module: BlockHead = load_head(self.kind, self.head, context.target, **sizes, storage=storage)
         self._depth = self.depth_of(self.module.block)
         like, num_nodes = self.state.seq_lens, self.needs(context.target.config).num_nodes
@@ -235,7 +237,7 @@ class DFlash(BlockDraft):
         num_candidates: tokens of each position that may become nodes, 1 to 64; None: as published, or 16.
         num_nodes: tree nodes verified in a round, the root included, 1 to 256. None: num_steps + 1 for a chain, else
             32; an adaptive engine verifies as many of them as pay.
-        sampled, draft_weights: as for `Eagle3`.
+        sampled, draft_weights, kv_dtype: as for `Eagle3`.
 
     Raises:
         ValueError: a number out of range; `sampled` with more than one branch; a head that is none.
@@ -249,7 +251,7 @@ class JetSpec(DFlash):
     """Drafts with a JetSpec drafter, which is one of DFlash with causal blocks.
 
     Args:
-        head, num_steps, topk, num_candidates, num_nodes, sampled, draft_weights: as for `DFlash`.
+        head, num_steps, topk, num_candidates, num_nodes, sampled, draft_weights, kv_dtype: as for `DFlash`.
 
     Raises:
         ValueError: as for `DFlash`; a drafter whose blocks are not causal.
@@ -269,7 +271,7 @@ class DFlash2(BlockDraft):
     """Drafts with a DFlash2 drafter: neighboring candidates have scores of their own.
 
     Args:
-        head, num_steps, topk, num_candidates, num_nodes, draft_weights: as for `DFlash`.
+        head, num_steps, topk, num_candidates, num_nodes, draft_weights, kv_dtype: as for `DFlash`.
         sampled: False alone.
 
     Raises:
@@ -287,7 +289,7 @@ class DSpark(BlockDraft):
     a chain.
 
     Args:
-        head, num_steps, topk, num_candidates, num_nodes, sampled, draft_weights: as for `DFlash`.
+        head, num_steps, topk, num_candidates, num_nodes, sampled, draft_weights, kv_dtype: as for `DFlash`.
 
     Raises:
         ValueError: as for `DFlash`; `topk` above 1 for a head that carries a state.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +41,8 @@ class DraftState(Protocol):
     def pool(self) -> PagePool: ...
     @property
     def fixed_split(self) -> int | None: ...
+    @property
+    def window_pages(self) -> Mapping[int, int]: ...
 
     def rows(
         self,

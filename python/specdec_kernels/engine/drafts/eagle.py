@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ...models.heads.base import DraftHead, Features, HeadStorage
@@ -20,7 +21,7 @@ from ...models.layers.paged_batch import PagedBatch
 from ...models.weights.model_config import model_name
 from ...ops import DraftExtendInputs
 from .context import DraftContext, PrefillRows
-from .model import ModelDraft, check_storage
+from .model import ModelDraft, check_storage, storage_of
 from .needs import Needs
 
 
@@ -29,7 +30,6 @@ class HeadDraft(ModelDraft):
 
     kind: ClassVar[type[DraftHead]]
     head: Any
-    storage = HeadStorage()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,10 +74,14 @@ class HeadDraft(ModelDraft):
     def save(self, slot: int) -> dict[str, Tensor]:
         return super().save(slot) | {"last_hidden": self.last_hidden[slot]}
 
+    def storage(self, context: DraftContext) -> HeadStorage:
+        """Return how the head keeps its weights and its KV."""
+        return HeadStorage()
+
     def load(self, context: DraftContext) -> DraftHead:
         """Return the loaded head."""
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
-        module: DraftHead = load_head(self.kind, self.head, context.target, **sizes, storage=self.storage)
+        module: DraftHead = load_head(self.kind, self.head, context.target, **sizes, storage=self.storage(context))
         return module
 
     @property
@@ -155,6 +159,8 @@ class Eagle3(HeadDraft):
             as long as the request is not retracted and rounds are not adaptive.
         draft_weights: "fp8" quantizes the head's own linears to 8 bits when it is loaded, with a scale for each row of
             a weight and of its input: half of the bytes, and drafts that differ by rounding. None: as they are.
+        kv_dtype: "fp8_e4m3" keeps the draft's own keys and values in 8 bits, whatever the target's. None: in the dtype
+            of the weights.
 
     Raises:
         ValueError: a number out of range; `sampled` with more than one branch; a head that is none.
@@ -162,13 +168,21 @@ class Eagle3(HeadDraft):
 
     head: str | Path | HeadCheckpoint | Eagle3Head
     draft_weights: str | None = field(default=None, kw_only=True)
+    kv_dtype: str | torch.dtype | None = field(default=None, kw_only=True)
 
     kind = Eagle3Head
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_storage(type(self).__name__, self.draft_weights)
-        self.storage = HeadStorage(self.draft_weights)
+        check_storage(type(self).__name__, self.draft_weights, self.kv_dtype)
+
+    def needs(self, target: Any) -> Needs:
+        needs = super().needs(target)
+        in_8_bits = self.kv_dtype is not None
+        return replace(needs, attention=tuple(call._replace(in_8_bits=in_8_bits) for call in needs.attention))
+
+    def storage(self, context: DraftContext) -> HeadStorage:
+        return storage_of(self, context)
 
     def feature_layers(self, config: Any, num_target_layers: int) -> tuple[int, ...]:
         return feature_layers(config, num_target_layers)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...models.families import kv_numbers
-from ...models.heads.base import Features
+from ...models.heads.base import Features, HeadStorage
 from ...models.layers.paged_batch import PagedBatch
 from ...ops import (
     DraftExtendInputs,
@@ -38,13 +38,22 @@ TILE_ROWS = 64  # of a draft step: a tile of `small_m_gemm`; fewer rows hardly t
 # costs less per row as long as reading the weights dominates.
 MAX_IDLE_ROUNDS = 16
 DEFAULT_NUM_NODES = 48  # of a tree
+IN_8_BITS = "fp8_e4m3", torch.float8_e4m3fn  # values of `kv_dtype`
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
-def check_storage(name: str, draft_weights: str | None) -> None:
-    """Raise a ValueError for a way to store a draft's weights that there is not; `name` is the draft's."""
+def check_storage(name: str, draft_weights: str | None, kv_dtype: str | torch.dtype | None) -> None:
+    """Raise a ValueError for a way to store a draft's weights or KV that there is not; `name` is the draft's."""
     if draft_weights not in (None, "fp8"):
         raise ValueError(f"{name}: draft_weights is {draft_weights!r}, expected None or 'fp8'")
+    if kv_dtype not in (None, *IN_8_BITS):
+        raise ValueError(f"{name}: kv_dtype is {kv_dtype!r}, expected None (that of the weights) or 'fp8_e4m3'")
+
+
+def storage_of(draft: Any, context: DraftContext) -> HeadStorage:
+    """Return how a draft's options `draft_weights` and `kv_dtype` store a head."""
+    kv_dtype = None if draft.kv_dtype is None else torch.float8_e4m3fn
+    return HeadStorage(draft.draft_weights, kv_dtype, context.state.window_pages)
 
 
 @dataclass

@@ -18,6 +18,7 @@ class AttentionCall(NamedTuple):
         follows_kv_dtype: its pools have the engine's `kv_dtype`; else the dtype of the weights.
         per_round: such calls of a round: layers times passes.
         latent_dim: elements of the value in a latent row of `head_dim` elements; None: `tree_attention`.
+        in_8_bits: its pools are in 8 bits, whatever the engine's are.
     """
 
     q_rows: int | None
@@ -27,6 +28,7 @@ class AttentionCall(NamedTuple):
     follows_kv_dtype: bool
     per_round: int = 1
     latent_dim: int | None = None
+    in_8_bits: bool = False
 
     @classmethod
     def of(cls, config: Any, q_rows: int | None, follows_kv_dtype: bool, per_round: int | None = None) -> AttentionCall:
@@ -51,6 +53,7 @@ class Needs:
         scratch_rows: KV rows after the committed ones that `propose` writes into the draft's own pools.
         kv_numbers: elements of a KV row in the draft's own pools, keys and values of all layers together; 0: it has no
             pools, and pages that have left the windows of the target's layers may be freed.
+        kv_windows: sliding windows of the layers that these pools are of; None: a layer sees all rows.
         attention: the attention calls of `propose` and `extend`, by which captured rounds are split into KV buckets. A
             call that is not named here is correct too, but may run the kernel for longer KV.
         max_idle_rounds: rounds that a slot's draft can be idle before it must catch up (`Idleable`); 0: never idle.
@@ -65,6 +68,7 @@ class Needs:
     tensor_prefixes: tuple[str, ...] = ()
     scratch_rows: int = 0
     kv_numbers: int = 0
+    kv_windows: tuple[int | None, ...] = (None,)
     attention: tuple[AttentionCall, ...] = ()
     max_idle_rounds: int = 0
     num_steps: int = 0

@@ -60,6 +60,7 @@ class Union(Draft):
             tensor_prefixes=first.tensor_prefixes + second.tensor_prefixes,
             scratch_rows=max(first.scratch_rows, second.scratch_rows),
             kv_numbers=first.kv_numbers + second.kv_numbers,
+            kv_windows=tuple(window for each in (first, second) if each.kv_numbers for window in each.kv_windows),
             attention=first.attention + second.attention,
             max_idle_rounds=min(filter(None, (first.max_idle_rounds, second.max_idle_rounds)), default=0),
             num_steps=max(first.num_steps, second.num_steps),

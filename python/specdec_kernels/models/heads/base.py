@@ -6,9 +6,9 @@ has what no tensor shows. A head is refused if one contradicts the other, or if 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from ..families import head_dim_of, window_of
 from ..families.latent import latent_attention
 from ..families.llama import gated_mlp
-from ..kv_pools import KvPools
+from ..kv_pools import KvLayout, KvPools
 from ..language_model import LanguageModel
 from ..layers.attention import Attention
 from ..layers.decoder_layer import Layer
@@ -33,9 +33,13 @@ from ..layers.paged_batch import PagedBatch
 from ..layers.quantized import Fp8Weight, QuantizedLinear, quantized_rows
 from ..layers.rope import Rope
 from ..weights.checkpoint import Kind
+from ..weights.kv_scales import measured_scale
 from ..weights.offload import LARGE, offload, onload, unfuse_quantized, weights_of
 from ..weights.update import Update, expect_floats, expect_tensors, same_kind, write_over
 from .checkpoint import LATENT, LAYER, UNUSED, own_name, target_ids
+
+MEASURED_REQUESTS, MEASURED_ROWS, MEASURED_PAGE = 8, 32, 16  # of the pass that scales of 8-bit KV are measured in
+HEAD_ROOM = 8.0  # factor of scales above those of `measured_scale`
 
 
 class Features(NamedTuple):
@@ -140,14 +144,19 @@ def rotated_part(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class HeadStorage:
-    """How a head keeps its weights.
+    """How a head keeps its weights and its KV.
 
     Attributes:
         weights: "fp8": linears of the head's own are quantized when it is loaded, by `Fp8Weight.of_rows`; the target's
             LM head and tables stay as they are. None: all as loaded.
+        kv_dtype: of the pools; None: that of the weights. In float8_e4m3fn each layer has scales, which are measured in
+            one pass over random tokens and states.
+        window_pages: as in `KvPools.allocate`.
     """
 
     weights: str | None = None
+    kv_dtype: torch.dtype | None = None
+    window_pages: Mapping[int, int] = field(default_factory=dict)
 
 
 class DraftHead(nn.Module):
@@ -173,6 +182,7 @@ class DraftHead(nn.Module):
     has_own_width: ClassVar[bool] = False  # whether its layers may have another width than the target's
     prefix = ""
     storage = HeadStorage()
+    scratch_rows = 0  # rows after a text that a round writes and drops
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -207,7 +217,36 @@ class DraftHead(nn.Module):
             self._quantize()
         self._parts = self._make_parts()
         layouts = kv_layouts_of(mixers_of(self._parts.layers))
-        self._hold(KvPools.allocate(layouts, num_pages, page_size, weight.dtype, weight.device))
+        kv_dtype, scales = self.storage.kv_dtype or weight.dtype, None
+        if kv_dtype != weight.dtype:
+            scales = self._measured_scales(layouts)
+        sizes = num_pages, page_size
+        self._hold(KvPools.allocate(layouts, *sizes, kv_dtype, weight.device, scales, self.storage.window_pages))
+
+    @torch.inference_mode()
+    def _measured_scales(self, layouts: Sequence[KvLayout]) -> list[tuple[float, ...]]:
+        """Measure scales of 8-bit KV from what one pass writes to pools of the weights' dtype.
+
+        States are random, and a norm follows; what real ones make of them may be larger. FP8 has room for that: its
+        relative error is the same down to 1 / 28672 of the largest number.
+        """
+        weight, count = self.embed_tokens.weight, max(1, min(MEASURED_ROWS, self._max_len - self.scratch_rows))
+        pages = MEASURED_REQUESTS, -(-(count + self.scratch_rows) // MEASURED_PAGE)
+        self._hold(KvPools.allocate(layouts, pages[0] * pages[1], MEASURED_PAGE, weight.dtype, weight.device))
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(len(weight), (MEASURED_REQUESTS, count), generator=generator)
+        width = self.fc.in_features
+        features = torch.randn(MEASURED_REQUESTS * count, width, generator=generator).to(weight.device, weight.dtype)
+        slots = torch.arange(MEASURED_REQUESTS, dtype=torch.int32, device=weight.device)
+        table = torch.arange(pages[0] * pages[1], dtype=torch.int32, device=weight.device).view(pages)
+        rows = PagedBatch(slots=slots, page_table=table, prefix_lens=torch.zeros_like(slots), tail_len=count)
+        self._write_measured(drawn.to(weight.device, torch.int32), features, rows)
+        return [tuple(HEAD_ROOM * measured_scale(pool) for pool in kv.pools) for kv in self.pools.layers]
+
+    def _write_measured(self, tokens: Tensor, features: Tensor, rows: PagedBatch) -> None:
+        """Write the KV of tokens [B, Q] with features [B * Q, n * H], from which scales are measured."""
+        positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device).expand_as(tokens)
+        self.prefill(tokens, Features(self.join(features)), positions.contiguous(), rows)
 
     def _place(self, dtype: torch.dtype, device: torch.device) -> None:
         """Move the weights to the device, and cast them to `dtype`."""

@@ -346,6 +346,17 @@ class BlockHead(DraftHead):
         for injection in self._parts.injections:
             injection(joined, positions, batch)
 
+    @property
+    def scratch_rows(self) -> int:  # type: ignore[override]
+        return self.block.block_size
+
+    def _write_measured(self, tokens: Tensor, features: Tensor, rows: PagedBatch) -> None:
+        batch, count = tokens.shape
+        positions = torch.arange(count + self.scratch_rows, dtype=torch.int32, device=tokens.device).repeat(batch, 1)
+        self.inject(features, positions[:, :count].contiguous(), rows)
+        after = rows._replace(prefix_lens=torch.full_like(rows.prefix_lens, count), tail_len=self.scratch_rows)
+        self.run_block(tokens[:, -1].contiguous(), positions[:, count:].contiguous(), after)
+
     def block_tokens(self, roots: Tensor) -> Tensor:
         """Return the tokens of blocks [B, Q] after roots [B]."""
         tokens = roots.new_full((len(roots), self.block.block_size), self.block.mask_token)
