@@ -20,10 +20,6 @@ from specdec_kernels import _C
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone, Union
 from specdec_kernels.engine.device.prefill import Shape, pack
 from specdec_kernels.engine.host_tensors import to_device
-from specdec_kernels.models.backends.native import CausalLM
-from specdec_kernels.models.layers.reduction import LocalReduction
-from specdec_kernels.models.options import ModelOptions
-from specdec_kernels.models.shard import Shard
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import exhaustive, thinned
 from support.hybrid_cases import HYBRIDS, SIZES, VOCAB, greedy_alone, hybrid_module
@@ -332,14 +328,6 @@ def test_states_are_counted_and_what_they_rule_out_is_refused(device: torch.devi
     assert refusal(Standalone(deepcopy(module))) == (
         "Standalone: model is a qwen3_next, whose layers keep a recurrent state, expected one with KV in every layer"
     )
-    options = ModelOptions(
-        max_len=64, num_pages=4, page_size=16, dtype=torch.float32, device=device, shard=Shard(0, 2), reduction=Sum(),
-    )  # fmt: skip
-    with pytest.raises(ValueError) as error:
-        CausalLM(module, options)
-    assert str(error.value) == (
-        "model: shard is Shard(rank=0, size=2), expected the whole of a qwen3_next (recurrent states are not divided)"
-    )
     with make_engine(module, Ngram(num_nodes=64), device) as engine:
         states = engine.target.states
         assert states is not None and engine.config.state_bytes == states.num_bytes
@@ -396,7 +384,3 @@ def test_auto_names_a_hybrid_s_mismatch(device: torch.device) -> None:
     module.lm_head.register_forward_hook(lambda _, __, logits: -logits)
     with pytest.raises(ValueError, match=r"gives other logits than our layers.*\(no other backend keeps recurrent"):
         make_engine(module, None, device, implementation="auto")
-
-
-class Sum(LocalReduction):
-    """A reduction that no test runs."""

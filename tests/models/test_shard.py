@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.backends.transformers import TransformersLM
-from specdec_kernels.models.families import kv_heads_of, kv_numbers
+from specdec_kernels.models.families import family_of, kv_heads_of, kv_numbers
 from specdec_kernels.models.layers.linear import linear_of
 from specdec_kernels.models.layers.paged_batch import LastRows, PagedBatch
+from specdec_kernels.models.layers.reduction import LOCAL, Reduction
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.shard import WHOLE, Shard
-from specdec_kernels.models.weights.sharding import divide
+from specdec_kernels.models.weights.sharding import Division
 from support.thread_reduction import ThreadReduction
 
 SIZES: dict[str, Any] = {
@@ -76,13 +77,18 @@ def test_shards_with_a_reduction_equal_the_whole_model(name: str) -> None:
     assert (reduction.norms > 0) is (name != "gemma2") and reduction.sums > 0
 
 
+def divided(module: Any, shard: Shard, reduction: Reduction = LOCAL) -> Any:
+    Division(module.config, family_of(module.config).division(), shard, reduction).divide(module)
+    return module
+
+
 def test_divided_linears_keep_their_share_and_one_bias() -> None:
     module, reduction = module_of("llama"), ThreadReduction(2)
     before = {name: parameter.clone() for name, parameter in module.model.layers[0].named_parameters()}
-    plan = {**module.config.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}  # as transformers 5.17 has it
-    embedding = module.model.embed_tokens.weight.clone()
-    divide(module, plan, Shard(1, 2), reduction)
+    embedding, head = module.model.embed_tokens.weight.clone(), module.lm_head.weight.clone()
+    divided(module, Shard(1, 2), reduction)
     assert torch.equal(module.model.embed_tokens.weight, embedding)
+    assert torch.equal(module.lm_head.weight, head[30:])
     attention, mlp = module.model.layers[0].self_attn, module.model.layers[0].mlp
     assert torch.equal(attention.k_proj.weight, before["self_attn.k_proj.weight"][64:])
     assert torch.equal(attention.q_proj.bias, before["self_attn.q_proj.bias"][128:])
@@ -92,11 +98,23 @@ def test_divided_linears_keep_their_share_and_one_bias() -> None:
     assert (attention.q_proj.out_features, mlp.down_proj.in_features) == (128, 48)
 
 
+def test_key_heads_that_are_fewer_than_ranks_are_replicated() -> None:
+    whole = module_of("llama").model.layers[0].self_attn
+    for rank in range(4):
+        attention = divided(module_of("llama"), Shard(rank, 4)).model.layers[0].self_attn
+        for ours, theirs in ((attention.k_proj, whole.k_proj), (attention.v_proj, whole.v_proj)):
+            begin = rank // 2 * 64
+            assert torch.equal(ours.weight, theirs.weight[begin : begin + 64])
+            assert torch.equal(ours.bias, theirs.bias[begin : begin + 64])
+        assert torch.equal(attention.q_proj.weight, whole.q_proj.weight[rank * 64 : rank * 64 + 64])
+
+
 def test_head_counts_go_by_the_shard() -> None:
     config = LlamaConfig(hidden_size=512, num_attention_heads=8, num_key_value_heads=4)
     local = Shard(0, 2).config(config)
     assert (kv_heads_of(local), kv_numbers(local, 3), local.num_attention_heads, local.head_dim) == (2, 768, 4, 64)
     assert (kv_heads_of(config), kv_numbers(config, 3)) == (4, 1536) and WHOLE.config(config) is config
+    assert [list(Shard(rank, 8).heads(2, "heads")) for rank in range(8)] == [[0]] * 4 + [[1]] * 4
 
 
 def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
@@ -105,22 +123,20 @@ def test_models_that_cannot_be_divided_are_refused_by_name() -> None:
             call()
         return str(error.value)
 
-    module, reduction = module_of("llama"), ThreadReduction(4)
+    module, reduction = module_of("llama"), ThreadReduction(3)
     assert said(lambda: Shard(2, 2)) == "Shard: rank is 2, expected 0 to 1"
     assert said(lambda: options(shard=Shard(0, 2))) == (
         "model: reduction is LOCAL, expected one that sums the outputs of 2 ranks"
     )
-    assert said(lambda: CausalLM(module, options(shard=Shard(0, 4), reduction=reduction))) == (
-        "model: num_key_value_heads is 2, expected a multiple of 4 (ranks)"
+    assert said(lambda: CausalLM(module, options(shard=Shard(0, 3), reduction=reduction))) == (
+        "model: num_attention_heads is 4, expected a multiple of 3 (ranks)"
     )
-    assert said(lambda: divide(module, None, Shard(0, 2), reduction)) == (
-        "model: its config has no tensor-parallel plan, expected one for 2 ranks"
+    assert said(lambda: Shard(0, 3).heads(2, "model: num_key_value_heads")) == (
+        "model: num_key_value_heads is 2, expected a multiple or a divisor of 3 (ranks)"
     )
-    experts = Qwen3MoeConfig(**SIZES, head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-    moe: nn.Module = AutoModelForCausalLM.from_config(experts)
-    message = said(lambda: divide(moe, experts.base_model_tp_plan, Shard(0, 2), reduction))
-    assert message == (
-        "model: layers.0.mlp.experts is a Qwen3MoeExperts divided by 'moe_tp_experts', expected linears, colwise or rowwise"
+    narrow = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"intermediate_size": 33}))
+    assert said(lambda: divided(narrow, Shard(0, 2))) == (
+        "model: layers.0.mlp.gate_proj.out_features is 33, expected a multiple of 2 (ranks)"
     )
 
 

@@ -36,13 +36,18 @@ class ThreadReduction(Reduction):
             return list(threads.map(ranked, range(self.size)))
 
     def sum(self, x: Tensor) -> Tensor:
-        rank = self._rank.value
-        self._parts[rank] = x
+        self.sums += self._rank.value == 0
+        return self._joined(x, lambda parts: torch.stack(parts).sum(0))
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._joined(x, lambda parts: torch.cat(parts, -1))
+
+    def _joined(self, x: Tensor, join: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        self._parts[self._rank.value] = x
         self._barrier.wait()
-        total = torch.stack(self._parts).sum(0)
+        joined = join(self._parts)
         self._barrier.wait()
-        self.sums += rank == 0
-        return total
+        return joined
 
     def add_norm(self, norm: Any, x: Tensor, residual: Tensor | None, out: Tensor | None) -> tuple[Any, Tensor]:
         self.norms += self._rank.value == 0

@@ -207,7 +207,7 @@ class EngineConfig:
         implementation = implementation_of(model, max_len, options.implementation)
         kv_dtype = kv_dtype_of(options.kv_dtype, dtype)
         needs = checked_needs(draft, model)
-        states = state_specs_of_model(model, implementation, dtype)
+        states = state_specs_of_model(shard.config(model), implementation, dtype)
         check_recurrent(model, states, needs, options)
         reserve = max(needs.num_nodes, needs.accept_width, needs.scratch_rows) + 1
         max_pages = -(-(max_len + reserve) // options.page_size)

@@ -6,15 +6,20 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+# Counts of heads in configs. Several heads share one of the second kind; ranks may be more than these.
+DIVIDED = (
+    "num_attention_heads", "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads",
+    "mamba_num_heads",
+)  # fmt: skip
+SHARED = ("num_key_value_heads", "mamba_n_groups", "n_groups")
 
 
 @dataclass(frozen=True)
 class Shard:
     """One of `size` equal shares of a model.
 
-    Head counts, linears and weights go by it: `config` has the head counts of the share, `slice` the weights. Code that
-    builds layers sees a smaller model and knows of no ranks.
+    Head counts and weights go by it: `config` has the head counts of the share. Code that builds layers sees a smaller
+    model and knows of no ranks.
     """
 
     rank: int = 0
@@ -30,20 +35,33 @@ class Shard:
             raise ValueError(f"{what} is {count}, expected a multiple of {self.size} (ranks)")
         return count // self.size
 
-    def slice(self, tensor: Tensor, dim: int, what: str) -> Tensor:
-        """Return a copy of this shard's slice of a dimension."""
-        count = self.share(tensor.shape[dim], what)
-        return tensor.narrow(dim, self.rank * count, count).clone()
+    def heads(self, count: int, what: str) -> range:
+        """Return this shard's heads of `count`. Heads that are fewer than ranks are replicated, on neighbors.
+
+        Raises:
+            ValueError: neither divides the other; the message begins with `what`.
+        """
+        if count % self.size == 0:
+            own = count // self.size
+            return range(self.rank * own, (self.rank + 1) * own)
+        if self.size % count == 0:
+            head = self.rank * count // self.size
+            return range(head, head + 1)
+        raise ValueError(f"{what} is {count}, expected a multiple or a divisor of {self.size} (ranks)")
 
     def config(self, config: Any, name: str = "model") -> Any:
         """Return the config of the share: fewer heads of the same size."""
         if self.size == 1:
             return config
         local = copy(config)
-        local.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        for count in ("num_attention_heads", "num_key_value_heads"):
+        if not getattr(config, "head_dim", None):
+            local.head_dim = config.hidden_size // config.num_attention_heads
+        for count in DIVIDED:
             if getattr(config, count, None):
                 setattr(local, count, self.share(getattr(config, count), f"{name}: {count}"))
+        for count in SHARED:
+            if getattr(config, count, None):
+                setattr(local, count, len(self.heads(getattr(config, count), f"{name}: {count}")))
         return local
 
 

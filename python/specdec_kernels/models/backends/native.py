@@ -21,7 +21,7 @@ from ..options import ModelOptions
 from ..state_cache import StateCache, StateSpec
 from ..weights.loading import keep_text_only, load_causal_lm, place
 from ..weights.model_config import config_of
-from ..weights.sharding import divide
+from ..weights.sharding import Division
 from ..weights.update import write_over
 from .base import PagedModel
 from .self_check import CHECKED_NODES, CHECKED_ROWS, ModuleMismatchError, check_against_module
@@ -73,14 +73,12 @@ class CausalLM(PagedModel):
     decoder: Decoder
 
     def __init__(self, model: str | Path | nn.Module, options: ModelOptions) -> None:
-        whole_config = config_of(model, options.name)
-        self._config = options.shard.config(whole_config, options.name)
-        family = check_supported(self._config, options.max_len, options.name)
-        if options.shard.size > 1 and family.state_specs(options.dtype):
-            raise ValueError(
-                f"{options.name}: shard is {options.shard}, expected the whole of a {whole_config.model_type} "
-                "(recurrent states are not divided)"
-            )
+        self._config = config_of(model, options.name)
+        family = check_supported(options.shard.config(self._config, options.name), options.max_len, options.name)
+        division: Division | None = None
+        if options.shard.size > 1:
+            styles = check_supported(self._config, options.max_len, options.name).division()
+            division = Division(self._config, styles, options.shard, options.reduction, options.name)
         self.model = load_causal_lm(
             model,
             options.dtype,
@@ -91,9 +89,11 @@ class CausalLM(PagedModel):
         )
         if not isinstance(model, nn.Module):
             keep_text_only(self.model)
-        plan = getattr(whole_config, "base_model_tp_plan", None)
-        divide(self.model, plan, options.shard, options.reduction, options.name)
+        if division is not None:
+            division.divide(self.model)
         place(self.model, options.dtype, options.device)
+        if division is not None:
+            division.divide_tied_head(self.model)
         self._family = family
         self.max_len = options.max_len
         self.decoder = read_decoder(family, self.model, options)

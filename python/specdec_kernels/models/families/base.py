@@ -126,6 +126,18 @@ class Family:
                 f"original_max_position_embeddings={limit}, expected max_len of at most that (it is {max_len})"
             )
 
+    def division(self) -> dict[str, Any]:
+        """Return how modules and parameters are divided among ranks, by the ends of their paths; * is a number.
+
+        A style is "colwise" (equal shares of output rows), "rowwise" (of input columns), "halves" (colwise in each
+        half), "heads", "kv_heads", "replicated", or parts of rows, (heads, elements of each) next to each other. What
+        is not here goes by `weights.sharding.COMMON` and the config's `base_model_tp_plan`.
+
+        Raises:
+            ValueError: the family cannot be divided.
+        """
+        return {}
+
     def window(self, index: int) -> int | None:
         """Return the sliding window of layer `index`, in rows including the row itself; None: all rows."""
         return None

@@ -14,6 +14,11 @@ from .gptj import GptJ
 class CodeGen(GptJ):
     model_type = "codegen"
 
+    def division(self) -> dict[str, Any]:
+        raise ValueError(
+            f"model: {self.model_type} is not divided among ranks (its projection is ordered by four machines)"
+        )
+
     def qkv(self, module: Any, layout: HeadLayout) -> Projection:
         """Return the projection, whose rows are stored by machine: each one's query, value and key heads."""
         count, machines = self.config.num_attention_heads, 4

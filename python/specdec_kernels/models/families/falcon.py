@@ -28,6 +28,11 @@ class Falcon(Llama):
         if self.config.alibi:
             raise ValueError(f"{name}: alibi is True, expected False (scores that fall with the distance)")
 
+    def division(self) -> dict[str, Any]:
+        raise ValueError(
+            f"model: {self.model_type} is not divided among ranks (its projections share keys in several layouts)"
+        )
+
     def norm(self, module: Any) -> LayerNorm:
         return layer_norm_of(module)
 

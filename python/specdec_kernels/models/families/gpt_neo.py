@@ -20,6 +20,10 @@ from .gptj import GptJ
 class GptNeo(GptJ):
     model_type = "gpt_neo"
 
+    def division(self) -> dict[str, Any]:
+        own = {"attn.attention.out_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
+        return super().division() | own
+
     def window(self, index: int) -> int | None:
         window: int = self.config.window_size
         return window if self.config.attention_layers[index] == "local" else None

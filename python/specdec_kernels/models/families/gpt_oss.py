@@ -13,6 +13,7 @@ from ..layers.head_layout import HeadLayout
 from ..layers.linear import linear_of
 from ..layers.mlp import FeedForward
 from ..layers.moe import Experts, MoE, SoftmaxRouter
+from ..layers.reduction import reduction_of
 from .base import register, window_of
 from .llama import Llama
 
@@ -44,5 +45,6 @@ class GptOss(Llama):
                 experts.gate_up_proj_bias.detach(),
                 experts.down_proj_bias.detach(),
                 gate,
+                reduction_of(experts),
             ),
         )

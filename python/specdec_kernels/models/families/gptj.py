@@ -31,6 +31,9 @@ class GptJ(Llama):
         sin, cos = rotary.to(device, torch.float32).chunk(2, -1)
         return HeadLayout(head_dim_of(self.config), Rope(cos, sin, interleaved=True))
 
+    def division(self) -> dict[str, Any]:
+        return {"k_proj": "heads", "v_proj": "heads"}
+
     def norm(self, module: Any) -> LayerNorm:
         return layer_norm_of(module)
 

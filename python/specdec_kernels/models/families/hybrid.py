@@ -8,6 +8,7 @@ import torch
 
 from ..layers.linear import linear_of
 from ..layers.recurrent import Conv, GatedRMSNorm, Mamba2
+from ..layers.reduction import reduction_of
 from ..state_cache import ConvSpec, RecurrenceSpec, StateSpec
 from .llama import Llama
 
@@ -52,6 +53,7 @@ class Mamba2Hybrid(Hybrid):
     """A hybrid whose recurrent layers are Mamba 2, by the names that most configs have."""
 
     act_name = "hidden_act"  # in the config, of the convolutions' activation
+    mamba_path = "mamba"  # the end of the paths of mixers
 
     def check(self, name: str = "model") -> None:
         super().check(name)
@@ -78,6 +80,20 @@ class Mamba2Hybrid(Hybrid):
         channels = sizes.value_heads * sizes.value_dim + 2 * sizes.key_heads * sizes.key_dim
         return StateSpec(ConvSpec(channels, self.conv_width, dtype), sizes)
 
+    def division(self) -> dict[str, Any]:
+        sizes, path = self.mamba_sizes, self.mamba_path
+        values, keys = (sizes.value_heads, sizes.value_dim), (sizes.key_heads, sizes.key_dim)
+        steps = sizes.value_heads, 1
+        return {
+            f"{path}.in_proj": (values, values, keys, keys, steps),
+            f"{path}.conv1d": (values, keys, keys),
+            f"{path}.A_log": "colwise",
+            f"{path}.D": "colwise",
+            f"{path}.dt_bias": "colwise",
+            f"{path}.norm": f"norm_of_groups:{sizes.key_heads}",
+            f"{path}.out_proj": "rowwise",
+        }
+
     def gated_norm(self, module: Any) -> GatedRMSNorm:
         """Return the norm of a mixer's outputs, of groups of heads where the module's norm knows groups.
 
@@ -87,7 +103,9 @@ class Mamba2Hybrid(Hybrid):
         norm = module.norm
         has_groups = hasattr(norm, "group_size") or hasattr(norm, "n_groups")
         groups = self.mamba_sizes.key_heads if has_groups else 1
-        return GatedRMSNorm(norm.weight.detach(), norm.variance_epsilon, groups, gates_first=True)
+        return GatedRMSNorm(
+            norm.weight.detach(), norm.variance_epsilon, groups, gates_first=True, reduction=reduction_of(norm)
+        )
 
     def mamba(self, module: Any) -> Mamba2:
         """Return the mixer of a module.

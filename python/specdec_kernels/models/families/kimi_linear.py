@@ -24,6 +24,16 @@ class KimiLinear(DeepseekV3, Hybrid):
         sizes = RecurrenceSpec(heads, heads, dim, dim, decays_by_channel=True)
         return StateSpec(ConvSpec(3 * heads * dim, self.config.linear_conv_kernel_dim, dtype), sizes)
 
+    def division(self) -> dict[str, Any]:
+        each = ("q_proj", "k_proj", "v_proj", "b_proj", "g_b_proj", "forget_gate.f_b_proj")
+        heads = self.config.linear_num_heads, self.config.linear_head_dim
+        return {
+            **{f"self_attn.{name}": "colwise" for name in each},
+            "self_attn.conv1d": (heads, heads, heads),
+            "forget_gate.A_log": "colwise",
+            "forget_gate.dt_bias": "colwise",
+        }
+
     def rotary(self, body: Any) -> None:
         """Return None: nothing is rotated."""
 

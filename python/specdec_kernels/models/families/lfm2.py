@@ -29,6 +29,13 @@ class Lfm2(Hybrid):
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
         return StateSpec(ConvSpec(self.config.hidden_size, self.config.conv_L_cache, dtype))
 
+    def division(self) -> dict[str, Any]:
+        """Divide attention and MLPs; convolutions, which have no heads, stay whole."""
+        mlp = {
+            f"feed_forward.{name}": style for name, style in (("w1", "colwise"), ("w3", "colwise"), ("w2", "rowwise"))
+        }
+        return {"self_attn.out_proj": "rowwise", **mlp}
+
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return Layer(
             input_norm=self.norm(module.operator_norm),

@@ -14,6 +14,7 @@ from ..layers.linear import Linear, linear_of
 from ..layers.mlp import MLP, FeedForward
 from ..layers.moe import Experts, Router
 from ..layers.outputs import LayerOutput, combined
+from ..layers.reduction import reduction_of
 from ..state_cache import RecurrenceSpec
 from .base import register
 from .glm4_moe import sigmoid_router
@@ -33,6 +34,7 @@ class LatentMoE(FeedForward):
     def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
         routing = self.router(normed)
         out = self.experts(normed if self.enter is None else self.enter(normed), routing)
+        out = self.experts.reduction.sum(out)
         out = out if self.leave is None else self.leave(out)
         return out + combined(self.shared(normed, None)[0]), residual
 
@@ -42,6 +44,7 @@ class NemotronH(Mamba2Hybrid):
     model_type = "nemotron_h"
     last_norm_name = "norm_f"
     act_name = "mamba_hidden_act"
+    mamba_path = "mixer"
 
     @property
     def types(self) -> list[str]:
@@ -80,7 +83,12 @@ class NemotronH(Mamba2Hybrid):
         enter, leave = (None if isinstance(each, torch.nn.Identity) else linear_of(each) for each in latent)
         return LatentMoE(
             router=sigmoid_router(module.gate),
-            experts=Experts(experts.up_proj.detach().mT, experts.down_proj.detach().mT, act=experts.act_fn),
+            experts=Experts(
+                experts.up_proj.detach().mT,
+                experts.down_proj.detach().mT,
+                act=experts.act_fn,
+                reduction=reduction_of(experts),
+            ),
             shared=plain_mlp(module.shared_experts),
             enter=enter,
             leave=leave,

@@ -19,6 +19,9 @@ class Phi(StableLm):
     out_name = "dense"
     last_norm_name = "final_layernorm"
 
+    def division(self) -> dict[str, Any]:
+        return {}
+
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
         return self.parallel_layer(index, module, layout)
 

@@ -8,13 +8,18 @@ from ..layers.attention import Attention
 from ..layers.head_layout import HeadLayout
 from ..layers.linear import linear_of
 from ..layers.mlp import FeedForward, GatedMLP, activation_of
-from .base import register
+from .base import head_dim_of, register
 from .llama import Llama
 
 
 @register
 class Phi3(Llama):
     model_type = "phi3"
+
+    def division(self) -> dict[str, Any]:
+        dim = head_dim_of(self.config)
+        heads, kv_heads = (self.config.num_attention_heads, dim), (self.config.num_key_value_heads, dim)
+        return {"qkv_proj": (heads, kv_heads, kv_heads)}
 
     def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
         kv_heads = self.config.num_key_value_heads

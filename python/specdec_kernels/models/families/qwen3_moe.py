@@ -7,6 +7,7 @@ from typing import Any
 from ..layers.linear import Linear
 from ..layers.mlp import FeedForward
 from ..layers.moe import Experts, MoE, QuantizedExperts, Router, SoftmaxRouter, gated
+from ..layers.reduction import reduction_of
 from .base import register
 from .llama import gated_mlp
 from .qwen3 import Qwen3
@@ -31,7 +32,12 @@ def experts_of(module: Any) -> Experts:
     """Return the experts of a module whose parameters are [experts, out, in], gates before ups, or quantized to FP8."""
     if isinstance(module, QuantizedExperts):
         return module.experts()
-    return Experts(module.gate_up_proj.detach().mT, module.down_proj.detach().mT, act=gated(module.act_fn))
+    return Experts(
+        module.gate_up_proj.detach().mT,
+        module.down_proj.detach().mT,
+        act=gated(module.act_fn),
+        reduction=reduction_of(module),
+    )
 
 
 def softmax_router(module: Any, norm_topk_prob: bool) -> Router:

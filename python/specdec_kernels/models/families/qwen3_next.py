@@ -81,6 +81,17 @@ class Qwen3Next(Hybrid):
             config.linear_value_head_dim,
         )
 
+    def division(self) -> dict[str, Any]:
+        sizes = self.delta_sizes
+        keys, values = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
+        each = ("in_proj_qkvz", "in_proj_ba", "in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias")
+        return {
+            **{f"linear_attn.{name}": "colwise" for name in each},
+            "linear_attn.in_proj_qkv": (keys, keys, values),
+            "linear_attn.conv1d": (keys, keys, values),
+            "linear_attn.out_proj": "rowwise",
+        }
+
     def in_proj(self, module: Any) -> Projection:
         """Return the projection of queries, keys, values and gates, which the module has key head by key head."""
         sizes = self.delta_sizes

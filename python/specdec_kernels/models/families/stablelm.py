@@ -21,6 +21,11 @@ from .llama import Llama
 class StableLm(Llama):
     model_type = "stablelm"
 
+    def division(self) -> dict[str, Any]:
+        if self.config.qk_layernorm:
+            raise ValueError(f"model: {self.model_type} with qk_layernorm is not divided among ranks")
+        return {}
+
     def norm(self, module: Any) -> LayerNorm:
         return layer_norm_of(module)
 

@@ -131,6 +131,9 @@ class Zamba2(Mamba2Hybrid):
         config = self.config
         return RecurrenceSpec(config.mamba_ngroups, config.n_mamba_heads, config.mamba_d_state, config.mamba_headdim)
 
+    def division(self) -> dict[str, Any]:
+        raise ValueError(f"model: {self.model_type} is not divided among ranks (its layers share transformers)")
+
     def rotary(self, body: Any) -> Any:
         return body.rotary_emb if self.config.use_mem_rope else None
 

@@ -134,7 +134,7 @@ class HeadLayout:
         part = self.dim / self.size
         elements = self._elements([self._order] * (len(norm.weight) // self.dim))
         weight = permuted(norm.weight.float() * part**0.5, elements).to(norm.weight.dtype)
-        return RMSNorm(weight, norm.eps * part)
+        return norm._replace(weight=weight, eps=norm.eps * part)
 
     def permute(self, values: Tensor) -> Tensor:
         """Return [size] values for the elements of a query or key head from the model's [dim]; 0 for padding."""

@@ -17,7 +17,7 @@ from ...ops import silu_and_mul, small_m_gemm
 from .fp8 import QuantizedActivations
 from .outputs import PartialSum
 from .quantized import Fp8Weight, QuantizedLinear, QuantizedWeight, fuse_weights
-from .reduction import LOCAL, Reduction
+from .reduction import LOCAL, Columns, Reduction, reduction_of
 
 
 class Projection(Protocol):
@@ -88,6 +88,9 @@ class Linear(NamedTuple):
     def permute_outputs(self, order: list[int]) -> Linear:
         """Return a copy whose output i is output order[i], or 0 where that is -1."""
         assert isinstance(self.weight, Tensor)
+        if isinstance(columns := self.reduction, Columns):
+            bias = None if self.bias is None else columns.rows_of(self.bias, order)
+            return Linear(columns.rows_of(self.weight, order), bias)
         return Linear(permuted(self.weight, order), None if self.bias is None else permuted(self.bias, order))
 
     def permute_inputs(self, order: list[int]) -> Linear:
@@ -108,7 +111,7 @@ def linear_of(linear: nn.Linear | QuantizedLinear) -> Linear:
     """Return the `Linear` that shares a module's weight and bias, with its reduction if inputs are divided."""
     weight = linear.weight if isinstance(linear, QuantizedLinear) else linear.weight.detach()
     bias = None if linear.bias is None else linear.bias.detach()
-    return Linear(weight, bias, getattr(linear, "reduction", LOCAL))
+    return Linear(weight, bias, reduction_of(linear))
 
 
 def fused(*linears: nn.Linear | QuantizedLinear) -> Linear:

@@ -7,7 +7,7 @@ others each time it is replayed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +18,9 @@ from ...ops import Routing, moe_grouped_gemm, moe_route, silu_and_mul
 from .fp8 import FP8, GROUP, fake_quantize, quantize_activations
 from .linear import Linear
 from .mlp import Activation, FeedForward, GatedMLP, activation_of
-from .outputs import ExpertOutputs, LayerOutput
+from .outputs import ExpertOutputs, LayerOutput, PartialSum
 from .quantized import Fp8Weight, dequantize_weight
+from .reduction import LOCAL, Reduction, reduction_of
 
 STRIDE_BYTES = 16  # `functional.grouped_mm` takes strides of multiples of it
 MAX_EXPERTS, MAX_TOP_K = 1024, 32  # of our ops
@@ -149,6 +150,7 @@ class Experts:
     gate_up_bias: Tensor | None = None  # [experts, 2 * inner]
     down_bias: Tensor | None = None  # [experts, H]
     act: Callable[[Tensor], Tensor] = silu_and_mul  # [rows, inner] from [rows, 2 * inner]
+    reduction: Reduction = LOCAL  # sums outputs over the ranks that divide `inner`; left to the caller
     activations: str = "none"  # how rows are quantized before a GEMM, as in `Fp8Weight`
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
@@ -361,6 +363,7 @@ class QuantizedExperts(nn.Module):
             gate_up,
             down,
             act=gated(self.act_fn),
+            reduction=reduction_of(self),
             activations=self.activations,
             gate_up_scales=buffers["gate_up_scales"],
             down_scales=buffers["down_scales"],
@@ -402,12 +405,26 @@ class MoE(FeedForward):
     shared: GatedMLP | None = None
     shared_gate: Linear | None = None  # [1, H]; the sigmoid of its output multiplies the shared expert's
 
+    def __post_init__(self) -> None:
+        reduction = self.experts.reduction
+        if self.shared is not None and self.shared.down.reduction is reduction is not LOCAL:
+            # One reduction sums both.
+            down = self.shared.down._replace(reduction=LOCAL)
+            object.__setattr__(self, "shared", replace(self.shared, down=down))
+
     def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
+        if (reduction := self.experts.reduction) is not LOCAL:
+            partial = self._outputs(normed, self.router(normed))
+            return (reduction.sum(partial), None) if residual is None else (PartialSum(partial, reduction), residual)
         routing = self.router(normed)
         if residual is not None and self.shared is None and self.experts.plan(normed, routing) == "moe_grouped_gemm":
             return self.experts.expert_outputs(normed, routing), residual
+        return self._outputs(normed, routing), residual
+
+    def _outputs(self, normed: Tensor, routing: Routing) -> Tensor:
+        """Return the sum of the experts' outputs, the shared one's included."""
         out = self.experts(normed, routing)
         if self.shared is not None:
             shared = self.shared.output(normed)
             out = out + (shared if self.shared_gate is None else self.shared_gate(normed).sigmoid() * shared)
-        return out, residual
+        return out

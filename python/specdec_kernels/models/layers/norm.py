@@ -13,6 +13,7 @@ from .fp8 import GROUP, QuantizedActivations
 from .linear import Linear
 from .outputs import ExpertOutputs, LayerOutput, PartialSum, combined
 from .quantized import Fp8Weight
+from .reduction import LOCAL, Reduction, reduction_of
 
 PACK = 8  # 16-bit elements in 16 bytes; `add_rms_norm` quantizes rows of a multiple of them
 
@@ -52,9 +53,14 @@ class RMSNorm(NamedTuple):
 
     weight: Tensor  # [H]
     eps: float
+    reduction: Reduction = LOCAL  # averages mean squares over the ranks that divide the rows; `__call__` alone has it
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [..., H] from [..., H]."""
+        if self.reduction is not LOCAL:
+            rows = x.float()
+            mean = self.reduction.sum(rows.square().mean(-1, keepdim=True)) / self.reduction.size
+            return (rows * torch.rsqrt(mean + self.eps) * self.weight.float()).to(x.dtype)
         rows, _ = add_rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps)
         out: Tensor = rows.view(x.shape)
         return out
@@ -145,7 +151,7 @@ def add_residual(x: LayerOutput, residual: Tensor | None, out: Tensor | None) ->
 
 def rms_norm_of(norm: Any) -> RMSNorm:
     """Return the RMSNorm of a transformers module, which calls its eps `variance_epsilon`."""
-    return RMSNorm(norm.weight.detach(), norm.variance_epsilon)
+    return RMSNorm(norm.weight.detach(), norm.variance_epsilon, reduction_of(norm))
 
 
 def gemma_rms_norm_of(norm: Any) -> RMSNorm:

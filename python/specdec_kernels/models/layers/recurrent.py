@@ -17,6 +17,7 @@ from ...ops import compute_gates, gated_rms_norm, tree_conv1d, tree_recurrence
 from ..state_cache import ConvSpec, LayerState, RecurrenceSpec, StateSpec
 from .linear import Linear, Projection, fused, linear_of
 from .paged_batch import PagedBatch, Sequences
+from .reduction import LOCAL, Reduction
 
 NO_LIMIT = 0.0, float("inf")  # of time steps, which are never negative
 
@@ -29,11 +30,14 @@ class GatedRMSNorm(NamedTuple):
     groups: int = 1  # of rows [T, D]
     gates_first: bool = False  # the gate multiplies what is normalized, not the result
     activation: str = "silu"  # of the gate, or "sigmoid"
+    reduction: Reduction = LOCAL  # averages mean squares over the ranks that divide rows, of one group
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return x's shape in the gate's dtype, from x [T, D], or [T, groups, D / groups], and gate [T, D]."""
         if self.weight is None:
             return (x * functional.silu(gate.float())).to(gate.dtype)
+        if self.reduction is not LOCAL:
+            return self._reduced(x.float(), functional.silu(gate.float())).to(gate.dtype)
         grouped = x if x.dim() == 3 else x.view(len(x), self.groups, -1)
         out: Tensor = gated_rms_norm(
             grouped,
@@ -44,6 +48,14 @@ class GatedRMSNorm(NamedTuple):
             activation=self.activation,
         )
         return out.view(x.shape)
+
+    def _reduced(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return x normalized and multiplied by a gate, both [T, D] float32, if the ranks divide rows."""
+        assert self.weight is not None and self.groups == 1 and self.activation == "silu"
+        x = x * gate if self.gates_first else x
+        mean = self.reduction.sum(x.square().mean(-1, keepdim=True)) / self.reduction.size
+        out = x * torch.rsqrt(mean + self.eps) * self.weight.float()
+        return out if self.gates_first else out * gate
 
 
 class Conv(NamedTuple):
@@ -216,7 +228,8 @@ class KimiDeltaAttention(RecurrentMixer):
     @classmethod
     def of(cls, module: Any) -> KimiDeltaAttention:
         """Return the mixer of a module of Kimi-Linear."""
-        heads, dim, forget = module.num_heads, module.head_dim, module.forget_gate
+        dim, forget = module.head_dim, module.forget_gate
+        heads = forget.A_log.numel()
         return cls(
             conv=Conv.of(module.conv1d, "silu"),
             out=linear_of(module.o_proj),

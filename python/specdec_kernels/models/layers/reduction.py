@@ -5,15 +5,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 class Reduction(ABC):
-    """Sums tensors over all ranks; every rank calls it for the same linears in the same order."""
+    """Sums tensors over all ranks; every rank calls it for the same linears in the same order.
+
+    All ranks get the same bits.
+    """
+
+    size: int = 1  # the number of ranks
 
     @abstractmethod
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors; x may be written over."""
+
+    @abstractmethod
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the ranks' tensors next to each other along the last dimension, in the order of ranks."""
 
     def add_norm(self, norm: Any, x: Tensor, residual: Tensor | None, out: Tensor | None) -> tuple[Any, Tensor]:
         """Return what `norm.add_norm` returns for the sum of the ranks' x; override it to fuse both."""
@@ -27,5 +38,43 @@ class LocalReduction(Reduction):
     def sum(self, x: Tensor) -> Tensor:
         return x
 
+    def gather(self, x: Tensor) -> Tensor:
+        return x
+
 
 LOCAL = LocalReduction()
+
+
+class Columns(Reduction):
+    """Joins the columns of a linear whose outputs are divided in order.
+
+    Args:
+        reduction: of the ranks.
+        own: this rank's columns, of `count`. The last ranks have fewer where ranks do not divide them.
+    """
+
+    def __init__(self, reduction: Reduction, own: range, count: int) -> None:
+        self.reduction, self.own, self.count, self.size = reduction, own, count, reduction.size
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return all columns [..., count] from this rank's."""
+        most = -(-self.count // self.size)
+        columns = self.gather(functional.pad(x, (0, most - len(self.own))))
+        return columns if most * self.size == self.count else columns[..., : self.count].contiguous()
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self.reduction.gather(x)
+
+    def rows_of(self, rows: Tensor, order: list[int]) -> Tensor:
+        """Return rows order[i] of all ranks' rows of a weight or bias, from this rank's."""
+        index = torch.tensor(order, device=rows.device) - self.own.start
+        is_own = (index >= 0) & (index < len(self.own))
+        picked = rows[index.clamp(0, len(self.own) - 1)]
+        picked[~is_own] = 0
+        return self.reduction.sum(picked)
+
+
+def reduction_of(module: Any) -> Reduction:
+    """Return the reduction of a module's outputs; the local one of modules that are not divided."""
+    reduction: Reduction = getattr(module, "reduction", LOCAL)
+    return reduction

@@ -1,0 +1,114 @@
+"""Every family divided among ranks: threads of one process whose logits and states are those of the whole model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec_kernels.models.backends.native import CausalLM
+from specdec_kernels.models.layers.linear import Linear
+from specdec_kernels.models.layers.paged_batch import LastRows, PagedBatch
+from specdec_kernels.models.layers.reduction import Columns
+from specdec_kernels.models.options import ModelOptions
+from specdec_kernels.models.shard import Shard
+from support.exhaustive import thinned
+from support.family_cases import CASES, random_module
+from support.hybrid_cases import HYBRIDS, hybrid_module
+from support.latent_cases import LATENT, latent_module
+from support.random_checkpoints import EXPERTS
+from support.thread_reduction import ThreadReduction
+
+REFUSED = (
+    "codegen", "falcon", "falcon groups", "falcon one norm", "falcon serial", "stablelm normed", "zamba2",
+    "zamba2 adapters",
+)  # fmt: skip
+FEW_GROUPS = ("bamba", "falcon_h1 normed", "granitemoehybrid", "nemotron_h", "qwen3_")  # refused by four ranks
+
+
+def module_of(case: str) -> Any:
+    if case in HYBRIDS:
+        return hybrid_module(case)
+    return latent_module(case) if case in LATENT else random_module(case)
+
+
+def options(**others: Any) -> ModelOptions:
+    sizes = {"max_len": 64, "num_pages": 8, "page_size": 4, "dtype": torch.float32, "device": torch.device("cpu")}
+    return ModelOptions(**{**sizes, "max_nodes": 4, "accept_width": 3} | others)
+
+
+def outputs_of(lm: CausalLM, tokens: Tensor) -> Tensor:
+    """Return logits of a prompt's last row and of a tree after it, with what leaves the last layer."""
+    slot, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    table = torch.arange(8, dtype=torch.int32)[None]
+    count = tokens.shape[1]
+    batch = PagedBatch(slot, table, zero, tail_len=count)
+    last = LastRows(zero + count - 1, zero[None] + count - 1, batch._replace(prefix_lens=zero + count - 1, tail_len=1))
+    hidden = lm.prefill(tokens, torch.arange(count, dtype=torch.int32)[None], batch, last).hidden
+    assert hidden is not None
+    mask = torch.tensor([[[0b001], [0b011], [0b101]]])
+    tree = batch._replace(prefix_lens=zero + count, tail_len=3, mask=mask)
+    states = lm.forward(tokens[:, :3], torch.tensor([[0, 1, 1]], dtype=torch.int32) + count, tree)
+    return torch.cat([lm.logits(hidden).view(1, -1), lm.logits(states.hidden)[0]])
+
+
+def expect_equal_shards(case: str, size: int) -> None:
+    module = module_of(case)
+    modules = [copy.deepcopy(module) for _ in range(size)]
+    vocab = module.config.get_text_config().vocab_size
+    tokens = torch.randint(vocab, (1, 7), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        want = outputs_of(whole := CausalLM(module, options()), tokens)
+    reduction = ThreadReduction(size)
+    models = [CausalLM(modules[rank], options(shard=Shard(rank, size), reduction=reduction)) for rank in range(size)]
+    rows = [lm.pools.groups[0].pools[0][0].numel() for lm in models]
+    assert case in LATENT or rows[0] < whole.pools.groups[0].pools[0][0].numel()
+    outputs = reduction.run(lambda rank: outputs_of(models[rank], tokens))
+    for got in outputs:
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        assert torch.equal(got, outputs[0])
+
+
+ALL = [case for case in (*CASES, *EXPERTS, *HYBRIDS, *LATENT) if case not in REFUSED]
+FEW = ("olmo2 32", "qwen2_moe", "gpt_oss", "qwen3_next", "nemotron_h latent", "falcon_h1 normed first", "kimi_linear")
+
+
+@pytest.mark.parametrize("case", thinned(ALL, FEW.__contains__))
+def test_two_ranks_compute_what_one_computes(case: str) -> None:
+    expect_equal_shards(case, 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [case for case in ALL if not case.startswith(FEW_GROUPS)])
+def test_four_ranks_compute_what_one_computes_with_two_key_heads(case: str) -> None:
+    expect_equal_shards(case, 4)
+
+
+def test_eight_ranks_replicate_key_heads_and_share_a_vocabulary_that_they_do_not_divide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes = {"num_attention_heads": 8, "head_dim": 32, "vocab_size": 203, "tie_word_embeddings": True}
+    monkeypatch.setitem(CASES, "eight", ("llama", changes))
+    expect_equal_shards("eight", 8)
+
+
+def test_rows_of_a_divided_head_are_those_of_the_whole() -> None:
+    weight, order = torch.randn(11, 4), [10, 0, 7, 7, 3]
+    reduction = ThreadReduction(3)
+    ranges = [range(0, 4), range(4, 8), range(8, 11)]
+
+    def picked(rank: int) -> Tensor:
+        own = ranges[rank]
+        head = Linear(weight[own.start : own.stop], None, Columns(reduction, own, 11))
+        return head.permute_outputs(order)(torch.eye(4))
+
+    assert all(torch.equal(rows, weight[order].T) for rows in reduction.run(picked))
+
+
+@pytest.mark.parametrize("case", REFUSED[:1] + REFUSED[5:7])
+def test_families_that_are_not_divided_are_refused_by_name(case: str) -> None:
+    with pytest.raises(ValueError, match="is not divided among ranks"):
+        CausalLM(module_of(case), options(shard=Shard(0, 2), reduction=ThreadReduction(2)))
