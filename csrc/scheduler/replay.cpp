@@ -236,6 +236,10 @@ void ReplayChannel::publish(int64_t number, std::span<const int32_t> words) {
   store(of_rank(rank_).published, number + 1);
 }
 
+void ReplayChannel::reset_rounds() {
+  for (int64_t rank = 1; rank < sizes_.num_ranks; ++rank) store(of_rank(rank).published, int64_t{0});
+}
+
 int64_t ReplayChannel::compare(int64_t number, std::span<const int32_t> words, int64_t first,
                                const std::function<std::string(int64_t)>& name_of) {
   using Layout = round::ResultLayout;

@@ -58,6 +58,8 @@ class ReplayChannel {
   // Writes a record; waits while the slowest rank has to read before there is room.
   void write(std::string_view record);
   void write(const LaunchRecord& launch, std::span<const int32_t> words);
+  // Forgets what the other ranks have published: rounds start with 0 again. They have published all rounds before.
+  void reset_rounds();
   // Lets the other ranks end once they have read all records.
   void close();
   // Waits until all other ranks have published round `number`, and compares their words from `first` on with these.
@@ -127,8 +129,11 @@ class LaunchWriter {
   void write(RoundPart part, int64_t batch, int64_t rows, int64_t max_kv_len);
   // Compares a round of `batch` rows, as ReplayChannel::compare. `name_of_row` names the request of a row.
   int64_t compare(int64_t number, int64_t batch, const std::function<std::string(int64_t)>& name_of_row);
-  // Starts with record 0 again.
-  void reset() { number_ = 0; }
+  // Starts with record 0 and round 0 again.
+  void reset() {
+    number_ = 0;
+    channel_.reset_rounds();
+  }
   ReplayChannel& channel() { return channel_; }
 
  private:
