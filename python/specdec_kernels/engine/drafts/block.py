@@ -127,6 +127,10 @@ class BlockDraft(CalibratedDraft):
         self.calibration = None if self.sampled else make_calibration(self._depth, like=like)
         rows = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=context.device)  # node i is drawn from row i-1
         self._draft_rows = rows.where(rows < self._depth, -1).repeat(context.num_slots, 1)
+        # What is the same in every round is not computed there.
+        self._block_rows = torch.arange(self.module.block.block_size, dtype=torch.int32, device=context.device)
+        self._first_slot = torch.zeros(1, dtype=torch.int64, device=context.device)
+        self._whole_mask = self.module.whole_mask(context.num_slots)
         vocab = self.module.lm_head.out_features
         self._top_k = min(self.num_candidates or self.module.block.top_k or DEFAULT_CANDIDATES, vocab)
 
@@ -139,13 +143,13 @@ class BlockDraft(CalibratedDraft):
         if budget.num_nodes == 1:
             return Proposal(no_candidates(slots))
         state, module = self.state, self.module
-        at = slots.clamp(min=0)
+        at = torch.maximum(slots, self._first_slot)  # int64, as indexing needs it
         roots, lens = state.root_tokens[at], state.seq_lens[at]
         rows = module.block.block_size
-        positions = lens[:, None] + torch.arange(rows, dtype=torch.int32, device=slots.device)
+        positions = lens[:, None] + self._block_rows
         batch = state.rows(slots, state.seq_lens, tail_len=rows, max_kv_len=budget.max_kv_len)
         depth = min(self._depth, budget.num_nodes - 1)  # no tree is deeper than its nodes in a row
-        states = module.run_block(roots, positions, batch)[:, :depth].contiguous()
+        states = module.run_block(roots, positions, batch, self._whole_mask[: len(slots)])[:, :depth].contiguous()
         logits = module.logits(states.flatten(0, 1)).view(len(slots), depth, -1)
         if self.sampled or module.block.markov == "rnn":
             return self._chain(slots, roots, states, logits, budget.num_nodes)

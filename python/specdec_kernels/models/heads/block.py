@@ -26,6 +26,7 @@ from ..layers.linear import Linear, linear_of
 from ..layers.norm import Norm, RMSNorm, RMSNormQuant, rms_norm_of
 from ..layers.outputs import LayerOutput, combined
 from ..layers.paged_batch import PagedBatch
+from ..layers.quantized import QuantizedWeight
 from ..weights.checkpoint import DFLASH, DFLASH2, DSPARK
 from .base import DraftHead, HeadLayer, Parts
 from .block_config import BlockConfig
@@ -191,26 +192,47 @@ class Selector(NamedTuple):
 
 
 class Injection(NamedTuple):
-    """Writes keys and values of a layer alone; the kernel asks for one query head, which is the layer's last."""
+    """Writes keys and values of all layers alone, by one projection, a copy of theirs.
+
+    The kernel that writes them asks for one query head, which is each layer's last.
+    """
 
     projection: Linear
-    attention: Attention
+    attentions: list[Attention]
 
     @classmethod
-    def of(cls, attention: Attention) -> Injection:
-        whole, dim = attention.qkv, attention.head_dim
-        if not isinstance(whole, Linear):
-            raise ValueError("block drafter: draft_weights is 'fp8', expected None for heads that are partly rotated")
-        weight, rows = whole.weight, whole.weight.shape[0]
-        begin = rows - (2 * attention.kv_heads + 1) * dim
-        part = weight[begin:] if isinstance(weight, Tensor) else weight.slice_rows(begin, rows)
-        return cls(Linear(part, None if whole.bias is None else whole.bias[begin:]), attention)
+    def of(cls, attentions: list[Attention]) -> Injection:
+        parts = [last_query_keys_values(attention) for attention in attentions]
+        biases = [part.bias for part in parts if part.bias is not None]
+        weights = [part.weight for part in parts]
+        whole, *others = weights
+        if isinstance(whole, Tensor):
+            whole = torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
+        else:
+            for weight in others:
+                assert isinstance(weight, QuantizedWeight)
+                both = whole.concatenated(weight)
+                assert both is not None  # all layers are stored alike
+                whole = both
+        return cls(Linear(whole, torch.cat(biases) if biases else None), attentions)
 
     def __call__(self, x: Tensor | QuantizedActivations, positions: Tensor, batch: PagedBatch) -> None:
         """Write the rows [T, H] at positions [B, Q] or [M]."""
-        part = self.attention
-        kv = self.projection(x).view(*positions.shape, -1, part.head_dim)
-        batch.rope_and_write(kv, part.rotations, positions, part.cache, q_norm=part.q_norm, k_norm=part.k_norm)
+        dim = self.attentions[0].head_dim
+        of_layers = self.projection(x).view(*positions.shape, len(self.attentions), -1, dim).unbind(-3)
+        for part, kv in zip(self.attentions, of_layers, strict=True):
+            batch.rope_and_write(kv, part.rotations, positions, part.cache, q_norm=part.q_norm, k_norm=part.k_norm)
+
+
+def last_query_keys_values(attention: Attention) -> Linear:
+    """Return the projection of a layer's last query head, its keys and its values, which shares their weights."""
+    whole = attention.qkv
+    if not isinstance(whole, Linear):
+        raise ValueError("block drafter: draft_weights is 'fp8', expected None for heads that are partly rotated")
+    weight, rows = whole.weight, whole.weight.shape[0]
+    begin = rows - (2 * attention.kv_heads + 1) * attention.head_dim
+    part = weight[begin:] if isinstance(weight, Tensor) else weight.slice_rows(begin, rows)
+    return Linear(part, None if whole.bias is None else whole.bias[begin:])
 
 
 class BlockParts(NamedTuple):
@@ -218,7 +240,7 @@ class BlockParts(NamedTuple):
     fc: Linear
     hidden_norm: Norm
     layers: list[Layer]
-    injections: list[Injection]
+    injection: Injection
     norm: RMSNorm
     head: LMHead
     markov: Markov | None
@@ -287,6 +309,10 @@ class BlockHead(DraftHead):
             )
         if not self.is_given:
             self._share_copies(target)
+        masks = 1, self.block.block_size - 1
+        self._mask_tokens = torch.full(
+            masks, self.block.mask_token, dtype=torch.int32, device=target.embedding.weight.device
+        )
         super().prepare(target, num_pages, page_size)
 
     def _share_copies(self, target: LanguageModel) -> None:
@@ -307,15 +333,15 @@ class BlockHead(DraftHead):
             if self.block.has_sinks:
                 attention.sinks = module.self_attn.attention_sink_bias.detach().float()
         markov, selector = self.markov_head, self.candidate_selector
-        injections = [Injection.of(layer.mixer) for layer in layers]  # type: ignore[arg-type]
-        hidden_norm = RMSNormQuant.before(rms_norm_of(self.hidden_norm), injections[0].projection)
+        injection = Injection.of([layer.mixer for layer in layers])  # type: ignore[misc]
+        hidden_norm = RMSNormQuant.before(rms_norm_of(self.hidden_norm), injection.projection)
         assert hidden_norm is not None
         return BlockParts(
             embedding=Embedding(self.embed_tokens.weight.detach(), unless_one(self.block.input_scale)),
             fc=linear_of(self.fc),
             hidden_norm=hidden_norm,
             layers=layers,
-            injections=injections,
+            injection=injection,
             norm=rms_norm_of(self.norm),
             head=LMHead(linear_of(self.lm_head), unless_one(self.block.logit_scale), self.block.soft_cap),
             markov=None if markov is None else markov_of(self.block.markov, markov),
@@ -343,8 +369,7 @@ class BlockHead(DraftHead):
     def inject(self, features: Tensor, positions: Tensor, batch: PagedBatch) -> None:
         """Write the KV of committed rows, from their features [T, n * H]."""
         joined, _ = self._parts.hidden_norm.add_norm(self._parts.fc(features), None)
-        for injection in self._parts.injections:
-            injection(joined, positions, batch)
+        self._parts.injection(joined, positions, batch)
 
     @property
     def scratch_rows(self) -> int:  # type: ignore[override]
@@ -355,25 +380,28 @@ class BlockHead(DraftHead):
         positions = torch.arange(count + self.scratch_rows, dtype=torch.int32, device=tokens.device).repeat(batch, 1)
         self.inject(features, positions[:, :count].contiguous(), rows)
         after = rows._replace(prefix_lens=torch.full_like(rows.prefix_lens, count), tail_len=self.scratch_rows)
-        self.run_block(tokens[:, -1].contiguous(), positions[:, count:].contiguous(), after)
+        self.run_block(tokens[:, -1].contiguous(), positions[:, count:].contiguous(), after, self.whole_mask(batch))
 
     def block_tokens(self, roots: Tensor) -> Tensor:
         """Return the tokens of blocks [B, Q] after roots [B]."""
-        tokens = roots.new_full((len(roots), self.block.block_size), self.block.mask_token)
-        tokens[:, 0] = roots
-        return tokens
+        return torch.cat([roots[:, None], self._mask_tokens.expand(len(roots), -1)], 1)
 
-    def run_block(self, roots: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
+    def whole_mask(self, batch: int) -> Tensor:
+        """Return the mask [B, Q, 1] of blocks whose rows see all of them."""
+        rows = self.block.block_size
+        return torch.full((batch, rows, 1), (1 << rows) - 1, dtype=torch.int64, device=self._mask_tokens.device)
+
+    def run_block(self, roots: Tensor, positions: Tensor, batch: PagedBatch, whole_mask: Tensor) -> Tensor:
         """Return the states [B, D, H] that predict the tokens after roots [B].
 
         Args:
             roots: the last token of each text.
             positions: [B, Q], of the block's rows.
-            batch: a causal chain of Q rows. Layers that are not causal see all of them.
+            batch: a causal chain of Q rows.
+            whole_mask: of layers that are not causal, from `whole_mask`.
         """
         parts, rows = self._parts, positions.shape[1]
-        shape = *positions.shape, 1
-        whole = batch._replace(mask=positions.new_full(shape, (1 << rows) - 1, dtype=torch.int64))
+        whole = batch._replace(mask=whole_mask)
         x: Any = parts.embedding(self.block_tokens(roots).flatten())
         residual: Tensor | None = None
         for layer, causal in zip(parts.layers, self.block.causal, strict=True):
