@@ -84,15 +84,14 @@ def test_two_ranks_say_what_one_process_says_and_end_with_a_rank_that_is_killed(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.parametrize("tp", [2])
+@pytest.mark.parametrize(("name", "tp"), [*((name, 2) for name in DRAFTS), ("tree", 4)])  # 4: more than KV heads
 def test_ranks_say_what_one_process_says_through_retractions_and_cancels(name: str, tp: int) -> None:
     rng = random.Random(name)
     prompts = [prompt[: rng.randint(1, 90)] for prompt in held_out("code")[:24]]
     params = [SamplingParams(rng.randint(1, 60), ignore_eos=True) for _ in prompts]
     with make_engine(name) as alone:
         want = [output.tokens for output in alone.generate(prompts, params)]
-    with make_engine(name, num_pages=45, prefix_cache=True, tp=tp) as engine:
+    with make_engine(name, num_pages=26, prefix_cache=True, tp=tp) as engine:
         requests = engine.submit_many(prompts, params)
         for request in requests[::7]:
             request.cancel()
