@@ -19,7 +19,7 @@ from .fp8 import FP8, GROUP, fake_quantize, quantize_activations
 from .linear import Linear
 from .mlp import Activation, FeedForward, GatedMLP, activation_of
 from .outputs import ExpertOutputs, LayerOutput, PartialSum
-from .quantized import Fp8Weight, dequantize_weight
+from .quantized import Fp8Weight, dequantize_weight, groups_of
 from .reduction import LOCAL, Reduction, reduction_of
 
 STRIDE_BYTES = 16  # `functional.grouped_mm` takes strides of multiples of it
@@ -353,6 +353,21 @@ class QuantizedExperts(nn.Module):
         outs = len(elements) if part == "down" else len(elements) // 2
         begin = outs if part == "up" else 0
         return elements[begin : begin + outs], scales[:, begin : begin + outs]
+
+    def divide(self, own: range) -> None:
+        """Keep these intermediate elements of each expert.
+
+        Raises:
+            ValueError: they begin or end within a group of elements with one scale.
+        """
+        buffers = dict(self.named_buffers(recurse=False))
+        inner = buffers["down"].shape[2]
+        rows = torch.tensor([*own, *range(inner + own.start, inner + own.stop)], device=buffers["down"].device)
+        groups = groups_of(own, buffers["down_scales"].shape[1], inner, GROUP)
+        self.gate_up = buffers["gate_up"].view(torch.uint8)[:, rows].view(FP8)
+        self.gate_up_scales = buffers["gate_up_scales"][..., rows].contiguous()
+        self.down = buffers["down"][..., own.start : own.stop].contiguous()
+        self.down_scales = buffers["down_scales"][:, groups].contiguous()
 
     def experts(self) -> Fp8Experts:
         """Return the experts, which share the buffers."""

@@ -75,6 +75,18 @@ class QuantizedWeight(ABC):
         """Return a weight of these rows, which shares their storage."""
         raise NotImplementedError
 
+    def pick_rows(self, rows: Tensor) -> QuantizedWeight:
+        """Return a weight of copies of these rows."""
+        raise NotImplementedError
+
+    def slice_columns(self, own: range) -> QuantizedWeight:
+        """Return a weight of copies of these columns.
+
+        Raises:
+            ValueError: they begin or end within a group of columns with one scale.
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Fp8Weight(QuantizedWeight):
@@ -184,6 +196,15 @@ class Fp8Weight(QuantizedWeight):
     def slice_rows(self, begin: int, end: int) -> QuantizedWeight:
         return replace(self, qweight=self.qweight[begin:end], scales=self.scales[begin:end])
 
+    def pick_rows(self, rows: Tensor) -> QuantizedWeight:
+        qweight = self.qweight.view(torch.uint8)[rows].view(FP8)
+        return replace(self, qweight=qweight, scales=column_major(self.scales[rows]))
+
+    def slice_columns(self, own: range) -> QuantizedWeight:
+        qweight = self.qweight[:, own.start : own.stop].contiguous()
+        groups = groups_of(own, self.scales.shape[1], self.shape[1], GROUP)
+        return replace(self, qweight=qweight, scales=column_major(self.scales[:, groups]))
+
     def concatenated(self, other: QuantizedWeight) -> QuantizedWeight | None:
         if not isinstance(other, Fp8Weight) or other.activations != self.activations:
             return None
@@ -283,6 +304,30 @@ class Int4Weight(QuantizedWeight):
     def slice_rows(self, begin: int, end: int) -> QuantizedWeight:
         return replace(self, qweight=self.qweight[begin:end], scales=self.scales[begin:end])
 
+    def pick_rows(self, rows: Tensor) -> QuantizedWeight:
+        return replace(self, qweight=self.qweight[rows], scales=column_major(self.scales[rows]))
+
+    def slice_columns(self, own: range) -> QuantizedWeight:
+        if self.order is not None:
+            raise ValueError("columns are in no group of neighbors (desc_act), expected groups that can be divided")
+        count, groups = self.shape[1], self.scales.shape[1]
+        kept = groups_of(own, groups, count, count // groups)
+        elements = unpack_int4(self.qweight)[:, own.start : own.stop]
+        return replace(self, qweight=pack_int4(elements), scales=column_major(self.scales[:, kept]))
+
+
+def groups_of(own: range, groups: int, columns: int, size: int) -> slice:
+    """Return the groups of a range of columns; with one group for all, that one.
+
+    Raises:
+        ValueError: the range begins or ends within a group, and not with the last column.
+    """
+    if groups == 1:
+        return slice(0, 1)
+    if own.start % size or (own.stop % size and own.stop != columns):
+        raise ValueError(f"columns {own.start} to {own.stop} cut a group of {size}, expected whole groups")
+    return slice(own.start // size, -(-own.stop // size))
+
 
 def dequantize_weight(qweight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [out, in] from a weight's elements and its scales [out, groups]."""
@@ -299,6 +344,14 @@ def pack_int4(elements: Tensor) -> Tensor:
     if elements.shape[1] % WORDS == 0:  # halves, words, steps, eights, fours, neighbors
         elements = elements.view(len(elements), -1, 2, 4, 2, 2, 4, 2).permute(0, 1, 2, 6, 3, 7, 4, 5).flatten(1)
     return elements[:, ::2] | (elements[:, 1::2] << 4)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """Return the elements [rows, n] that `pack_int4` has packed."""
+    elements = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    if elements.shape[1] % WORDS == 0:
+        elements = elements.view(len(elements), -1, 2, 4, 4, 2, 2, 2).permute(0, 1, 2, 4, 6, 7, 3, 5).flatten(1)
+    return elements
 
 
 @dataclass(frozen=True)

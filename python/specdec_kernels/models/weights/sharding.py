@@ -73,8 +73,9 @@ class Division:
         with torch.no_grad():
             for name, cut in cuts.items():
                 tensor = model.get_parameter(name)
-                if not tensor.is_meta:
-                    tensor.data = cut(tensor.data)
+                tensor.data = cut(tensor.data)
+        for path, module, style in self._styled(model.get_decoder()):
+            self._divide_quantized(path, module, style)
         self.attach(model)
 
     def cuts(self, model: Any) -> dict[str, Cut]:
@@ -110,9 +111,7 @@ class Division:
                 module.bias = None
             if path in self._norms:
                 module.reduction = self.reduction
-            if isinstance(module, QuantizedLinear | QuantizedExperts):
-                raise ValueError(f"{self.name}: {path} is quantized, expected 16- or 32-bit weights to divide")
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | QuantizedLinear):
                 module.out_features, module.in_features = module.weight.shape
             elif style == "experts":
                 self._expect_known_experts(path, module)
@@ -127,6 +126,30 @@ class Division:
             if head.bias is not None:
                 head.bias = nn.Parameter(head.bias.data[rows.start : rows.stop], head.bias.requires_grad)
         head.reduction = Columns(self.reduction, self._vocabulary(vocab), vocab)
+
+    def _divide_quantized(self, path: str, module: Any, style: Any) -> None:
+        """Keep this rank's part of a quantized linear or of quantized experts.
+
+        Raises:
+            ValueError: a boundary cuts a group of elements with one scale.
+        """
+        what = f"{self.name}: {path}"
+        try:
+            if isinstance(module, QuantizedExperts):
+                module.divide(self._even(module.get_buffer("down").shape[2], f"{what}.intermediate_size"))
+            elif isinstance(module, QuantizedLinear):
+                weight = module.weight
+                like = torch.empty(weight.shape, device="meta")
+                cut = self._cut(what, style, "weight", like)
+                if cut is not None and cut.dim:
+                    module.store(weight.slice_columns(cut.ranges[0]))
+                elif cut is not None:
+                    rows = torch.tensor(
+                        [row for part in cut.ranges for row in part], device=module.get_buffer("qweight").device
+                    )
+                    module.store(weight.pick_rows(rows))
+        except ValueError as error:
+            raise error if str(error).startswith(what) else ValueError(f"{what}: {error}") from None
 
     def _vocabulary(self, count: int) -> range:
         rows = -(-count // self.shard.size)
