@@ -93,7 +93,7 @@ def app(args: dict[str, Any]) -> Any:
         request_router_config=RequestRouterConfig(request_router_class=cast(Any, ROUTER)),
         health_check_period_s=2,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=flags.drain_seconds or 600,
+        graceful_shutdown_timeout_s=600 if flags.drain_seconds is None else flags.drain_seconds,
     )(Replica)
     ingress = serve.deployment(name="Ingress", num_replicas=options.ingresses, max_ongoing_requests=4096)(
         serve.ingress()(Ingress)
