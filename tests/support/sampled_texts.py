@@ -31,14 +31,10 @@ def close_draws(prompt: list[int], tokens: list[int], sampling: SamplingParams) 
     u = reference.uniform(sampling.seed, len(prompt) + len(tokens))
     draws = set()
     slacks = (-NOISE, 0.0, NOISE)
-    for more_p, more_min_p in itertools.product(slacks, slacks):
-        p = reference.filtered(
-            logits,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p + more_p if sampling.top_p < 1 else 1.0,
-            sampling.min_p * (1 + more_min_p),
-        )
+    top_ps = [sampling.top_p + more for more in slacks] if sampling.top_p < 1 else [1.0]
+    min_ps = [sampling.min_p * (1 + more) for more in slacks] if sampling.min_p > 0 else [0.0]
+    for top_p, min_p in itertools.product(top_ps, min_ps):
+        p = reference.filtered(logits, sampling.temperature, sampling.top_k, top_p, min_p)
         low, high = (reference.drawn(p, min(max(u + e, 0.0), 1 - 1e-12)) for e in (-NOISE, NOISE))
         draws |= {token for token in range(low, high + 1) if p[token] > 0}
     return draws

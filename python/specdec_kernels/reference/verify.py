@@ -28,7 +28,9 @@ def filtered(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 
     if 0 < top_k < len(p):
         kept &= x >= torch.sort(x, descending=True)[0][top_k - 1]
     if top_p < 1:
-        before = torch.stack([p[kept & (x > y)].sum() for y in x])
+        order = torch.argsort(x, descending=True)
+        sums = torch.cat([p.new_zeros(1), torch.where(kept, p, 0.0)[order].cumsum(0)])
+        before = sums[torch.searchsorted(-x[order], -x)]  # the probability of larger logits, without equal ones
         kept &= before < max(top_p, 0.0) * p[kept].sum()
         kept |= x == x.max()
     if min_p > 0:
