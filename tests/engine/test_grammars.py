@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedTokenizerFast
 
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import (
@@ -115,9 +115,10 @@ def by_hand(prompt: list[int], sampling: SamplingParams) -> list[int]:
         options = {"max_whitespace_cnt": 16} if kind == "json_schema" else {}
         matcher = xgrammar.GrammarMatcher(getattr(compiler(), f"compile_{kind}")(source, **options))
     generated: list[int] = []
+    rows, cache = prompt, DynamicCache()
     while len(generated) < sampling.max_new_tokens and eos not in generated:
         with torch.inference_mode():
-            x = reference_model()(torch.tensor([prompt + generated])).logits[0, -1]
+            x = reference_model()(torch.tensor([rows]), past_key_values=cache).logits[0, -1]
         x = x.double().clone()
         for token in set(generated):
             x[token] -= sampling.frequency_penalty * generated.count(token)
@@ -133,6 +134,7 @@ def by_hand(prompt: list[int], sampling: SamplingParams) -> list[int]:
             token = reference.drawn(p, reference.uniform(sampling.seed, len(prompt) + len(generated)))
         assert matcher is None or matcher.accept_token(token)
         generated.append(token)
+        rows = [token]
     return generated
 
 
