@@ -19,8 +19,8 @@ from ..layers.outputs import LayerOutput, select_rows
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
 from ..state_cache import StateCache, StateSpec
-from ..weights.loading import keep_text_only, load_causal_lm, place
-from ..weights.model_config import config_of
+from ..weights.loading import load_causal_lm, place
+from ..weights.model_config import config_of, keep_text_only
 from ..weights.sharding import Division
 from ..weights.update import write_over
 from .base import PagedModel
@@ -86,11 +86,10 @@ class CausalLM(PagedModel):
             family.packages,
             options.adapter,
             draft_prefixes=options.draft_prefixes,
+            division=division,
         )
         if not isinstance(model, nn.Module):
             keep_text_only(self.model)
-        if division is not None:
-            division.divide(self.model)
         place(self.model, options.dtype, options.device)
         if division is not None:
             division.divide_tied_head(self.model)

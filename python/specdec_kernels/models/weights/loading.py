@@ -25,11 +25,13 @@ from ..layers.moe import QuantizedExperts
 from ..layers.quantized import Fp8Weight, QuantizedLinear
 from .adapters import merge_adapter
 from .checkpoint import float8_tensors, local_folder, some, tensor_names
+from .divided_loading import load_divided
 from .formats import Scheme
 from .kv_scales import SCALE_NAME
 from .model_config import is_mxfp4, scheme_in
 from .mtp_layouts import mtp_prefixes
 from .quantized_loading import STORED_BY, QuantizedLinearsConfig, known_as, load_quantized, of_any_expert
+from .sharding import IS_DIVIDED, Division
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -51,6 +53,7 @@ def load_causal_lm(
     adapter: Path | None = None,
     any_module: bool = False,
     draft_prefixes: tuple[str, ...] = (),
+    division: Division | None = None,
 ) -> Any:
     """Return the module of a folder or hub id, or the given one.
 
@@ -62,16 +65,20 @@ def load_causal_lm(
         any_module: modules may be defined anywhere, because their own code runs.
         adapter: the folder of a LoRA, which is merged into the weights.
         draft_prefixes: tensors of the checkpoint under these prefixes are a draft's, and are left to it.
+        division: how a rank divides the model; None: it stays whole.
 
     Raises:
         ValueError: tensors that are missing, unknown or of another shape; modules that this engine does not know; what
             `merge_adapter` raises.
     """
-    module = model if isinstance(model, nn.Module) else from_folder(model, dtype, name, draft_prefixes)
+    by_layer = division if adapter is None else None  # an adapter is merged into whole weights
+    module = model if isinstance(model, nn.Module) else from_folder(model, dtype, name, draft_prefixes, by_layer)
     if not any_module:
         check_modules(module, name, packages)
     if adapter is not None:
         merge_adapter(module, adapter)
+    if division is not None and not hasattr(module, IS_DIVIDED):
+        division.divide(module)
     return module
 
 
@@ -103,10 +110,16 @@ def make_ordinary(model: nn.Module) -> None:
                 setattr(module, name, made[parameter])
 
 
-def from_folder(source: str | Path, dtype: torch.dtype, name: str, draft_prefixes: tuple[str, ...] = ()) -> Any:
+def from_folder(
+    source: str | Path,
+    dtype: torch.dtype,
+    name: str,
+    draft_prefixes: tuple[str, ...] = (),
+    division: Division | None = None,
+) -> Any:
     """Return the module of a folder or hub id, whose every tensor is loaded; see `load_causal_lm`.
 
-    Tensors of MTP layers are left out.
+    Tensors of MTP layers are left out. With a division it is a rank's part, unless experts are MXFP4.
     """
     if (Path(source) / "generation_config.json").exists():
         GenerationConfig.from_pretrained(str(source))  # from_pretrained drops a broken one, and its stop tokens
@@ -124,6 +137,10 @@ def from_folder(source: str | Path, dtype: torch.dtype, name: str, draft_prefixe
     for part in (config, config.get_text_config(decoder=True)):
         for key in ("quantization_config", "compression_config"):
             vars(part).pop(key, None)  # transformers would import the packages that quantized the weights
+    if division is not None and not mxfp4:
+        return load_divided(
+            kind._model_mapping[type(config)], config, source, dtype, name, division, scheme, draft_prefixes
+        )
     own: dict[str, Any] = {}
     if mxfp4:
         config.quantization_config, own = mxfp4, {"quantization_config": Mxfp4Config(dequantize=True)}
@@ -181,15 +198,6 @@ def check_scales(scheme: Scheme, others: set[str], what: str) -> None:
         if scheme.kept is Fp8Weight and path != tensor:
             raise ValueError(f"{what} lacks {path}.{scheme.marks}, expected every tensor of the model and no other")
         raise ValueError(f"{what} has {tensor} in float8, expected float32, float16 or bfloat16")
-
-
-def keep_text_only(model: Any) -> None:
-    """Delete all modules but the text decoder and what follows it."""
-    body = model.base_model
-    if (decoder := model.get_decoder()) is not body:
-        for name, part in list(body.named_children()):
-            if part is not decoder:
-                delattr(body, name)
 
 
 def check_modules(model: nn.Module, name: str = "model", packages: tuple[str, ...] = ()) -> None:

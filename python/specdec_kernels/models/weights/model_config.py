@@ -90,6 +90,15 @@ def placeholders(config: Any) -> dict[int, str]:
     return {token: name for token, name in tokens if isinstance(token, int)}
 
 
+def keep_text_only(model: Any) -> None:
+    """Delete all modules but the text decoder and what follows it."""
+    body = model.base_model
+    if (decoder := model.get_decoder()) is not body:
+        for name, part in list(body.named_children()):
+            if part is not decoder:
+                delattr(body, name)
+
+
 def module_config(model: nn.Module, name: str) -> Any:
     """Return the text config of a module of transformers."""
     if not isinstance(model, PreTrainedModel):

@@ -69,19 +69,24 @@ class QuantizedLinearsConfig(QuantizationConfigMixin):
         return {"quant_method": METHOD}
 
 
+def replace_linears(model: Any, linears: Iterable[str]) -> None:
+    """Put a `QuantizedLinear` at each quantized linear, which the checkpoint names so."""
+    for path in own_names(linears, model).values():
+        parent, _, leaf = path.rpartition(".")
+        try:
+            linear = model.get_submodule(path)
+        except AttributeError:
+            continue  # `load_quantized` refuses it
+        if type(linear) is nn.Linear:
+            setattr(model.get_submodule(parent), leaf, QuantizedLinear(linear))
+
+
 class QuantizedLinearsQuantizer(HfQuantizer):
     """Put a `QuantizedLinear` at each quantized linear before transformers reads weights."""
 
     def _process_model_before_weight_loading(self, model: Any, **_options: Any) -> None:
         config: Any = self.quantization_config
-        for path in own_names(config.linears, model).values():
-            parent, _, leaf = path.rpartition(".")
-            try:
-                linear = model.get_submodule(path)
-            except AttributeError:
-                continue  # `load_quantized` refuses it
-            if type(linear) is nn.Linear:
-                setattr(model.get_submodule(parent), leaf, QuantizedLinear(linear))
+        replace_linears(model, config.linears)
         # Transformers tries every pattern on every unknown name, so there is one pattern for all experts of a layer.
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
@@ -112,8 +117,9 @@ def load_quantized(
         ValueError: a quantized module that is neither a linear nor an expert, or is the output head; tensors that are
             missing or do not fit.
     """
-    model.hf_quantizer.remove_quantization_config(model)
-    model.config._is_quantized = False
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        quantizer.remove_quantization_config(model)
+        model.config._is_quantized = False
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
     all_biases = {f"{path}.bias" for path in linears}
     loaded = load_tensors(folder, (tensors | all_biases).__contains__)

@@ -17,7 +17,7 @@ from ..layers.quantized import QuantizedLinear
 from ..layers.reduction import Columns, Reduction
 from ..shard import Shard
 
-CUTS = "specdec_cuts"  # attribute of a divided model: its tensors' cuts by name
+IS_DIVIDED = "specdec_divided"  # attribute of a divided model
 
 # Styles of modules and parameters by the ends of their paths, for names that mean the same in all families.
 COMMON = {
@@ -62,6 +62,7 @@ class Division:
     ) -> None:
         self.config, self.shard, self.reduction, self.name = config, shard, reduction, name
         self._norms = set[str]()  # paths of norms whose rows are divided
+        self._divided = set[str]()  # paths of quantized modules that are divided
         plan = getattr(config, "base_model_tp_plan", None) or {}
         self._styles = [(pattern_of(path, ends=True), style) for path, style in {**COMMON, **styles}.items()][::-1]
         self._styles += [(pattern_of(path, ends=False), ALIASES.get(style, style)) for path, style in plan.items()]
@@ -69,14 +70,20 @@ class Division:
     def divide(self, model: Any) -> None:
         """Keep this rank's part of each tensor of a module's decoder, in place, and of an LM head of its own."""
         cuts = self.cuts(model)
-        setattr(model, CUTS, cuts)
         with torch.no_grad():
             for name, cut in cuts.items():
                 tensor = model.get_parameter(name)
                 tensor.data = cut(tensor.data)
-        for path, module, style in self._styled(model.get_decoder()):
-            self._divide_quantized(path, module, style)
+        self.divide_quantized(model)
         self.attach(model)
+
+    def divide_quantized(self, model: Any) -> None:
+        """Keep this rank's part of the quantized linears and experts that have been loaded since the last call."""
+        for path, module, style in self._styled(model.get_decoder()):
+            is_quantized = isinstance(module, QuantizedLinear | QuantizedExperts)
+            if is_quantized and path not in self._divided and any(True for _ in module.buffers(recurse=False)):
+                self._divide_quantized(path, module, style)
+                self._divided.add(path)
 
     def cuts(self, model: Any) -> dict[str, Cut]:
         """Return the cuts of a module's parameters, by name.
@@ -104,6 +111,7 @@ class Division:
 
     def attach(self, model: Any) -> None:
         """Give modules with partial outputs their reductions, and linears their sizes."""
+        setattr(model, IS_DIVIDED, True)
         for path, module, style in self._styled(model.get_decoder()):
             if style in ("experts", "rowwise"):
                 module.reduction = self.reduction
