@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specdec_kernels import cli
 from specdec_kernels.cli import engine_flags, tune_measure
-from specdec_kernels.cli.tune_measure import Measured, Options, Row, options_of, timed
+from specdec_kernels.cli.tune_measure import Measured, Options, Row, of_blocks, options_of, timed
 from specdec_kernels.engine import Eagle3, Engine, Ngram, SamplingParams
 from specdec_kernels.engine.tuning import SCHEMA
+from specdec_kernels.models.weights.model_config import config_of
+from specdec_kernels.synthetic.block import block_config, save_block_drafter, shapes_of
 from specdec_kernels.tiny import tiny_model
 from support.tiny_checkpoint import held_out
 
@@ -35,6 +38,16 @@ def test_options_of_lists_chains_and_trees_that_can_be_filled() -> None:
         PLAIN, Options(1, 1, 2), CHAIN, Options(1, 4, 4), Options(3, 4, 8)
     ]  # fmt: skip
     assert Options(3, 4, 37) in options_of([3], [4], [37]) and options_of([3], [4], [38]) == [PLAIN]
+
+
+def test_of_blocks_lists_chains_up_to_the_depth_and_trees_of_that_depth() -> None:
+    assert of_blocks(5, [1, 5, 7], [1, 8], [4, 16]) == [
+        PLAIN, Options(1, 1, 2), Options(5, 1, 6), Options(5, 4, 4), Options(5, 16, 16)
+    ]  # fmt: skip
+    assert of_blocks(3, [7], [1], [16]) == [PLAIN, CHAIN] and of_blocks(3, [7], [4], [16]) == [
+        PLAIN,
+        Options(3, 16, 16),
+    ]
 
 
 def test_measured_recommends_by_the_geometric_mean() -> None:
@@ -233,6 +246,21 @@ def test_ngram_draft_does_not_know_the_texts_of_an_earlier_measurement() -> None
     with Engine(TARGET, Ngram(num_nodes=8), device="cpu", max_len=512, num_slots=1, adaptive=False) as engine:
         first, again = (timed(engine, Options(0, 0, 8), 1, prompts, 24).accept_length for _ in range(2))
     assert first == again
+
+
+def test_tune_measures_chains_and_trees_of_a_block_drafter(capsys: Capture, tmp_path: Path) -> None:
+    """Its weights are random, and no draft is right."""
+    entries = block_config(config_of(TARGET), "dspark", 4, 1, 1, 16)
+    tensors = {name: torch.randn(shape) / 30 for name, shape in shapes_of(entries, "dspark").items()}
+    drafter = save_block_drafter(entries, tensors, tmp_path / "drafter")
+    (tmp_path / "prompts.txt").write_text("def f(x):")
+    out = tmp_path / "tuning.json"
+    sizes = ["--speculative-num-steps", "2,7", "--speculative-eagle-topk", "1,4", "--nodes", "8"]
+    options = [*SMALL, "--batch", "1", *sizes, "--prompts", str(tmp_path / "prompts.txt"), "--out", str(out)]
+    assert cli.main(["tune", TARGET, "--draft", str(drafter), *options]) == 0
+    facts = json.loads(out.read_text())
+    assert facts["algorithm"] == "DSPARK"
+    assert [tuple(m["options"].values()) for m in facts["measured"]] == [PLAIN, (2, 1, 3), (4, 8, 8)]
 
 
 def test_tune_measures_the_ngram_draft(capsys: Capture, tmp_path: Path) -> None:

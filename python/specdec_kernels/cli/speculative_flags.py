@@ -83,7 +83,7 @@ def add_draft_to_examine(parser: argparse.ArgumentParser, *others: str) -> None:
     """
     add_model(parser)
     add_draft_path(parser, "--draft")
-    algorithms = (*MODEL_ALGORITHMS, *others)
+    algorithms = (*MODEL_ALGORITHMS, *BLOCK_ALGORITHMS, *others)
     parser.set_defaults(needs_draft_path=not others)
     without = ", NGRAM without one" if others else ""
     add_flag(

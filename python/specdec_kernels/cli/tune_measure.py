@@ -18,7 +18,8 @@ from ..engine import Draft, Engine, RequestStats, SamplingParams
 from ..engine.text.prompts import load_tokenizer
 from ..engine.tuning import SCHEMA
 from ..models.weights.checkpoint import local_folder
-from .algorithms import CHECKPOINT_ALGORITHMS, MODEL_ALGORITHMS, algorithm_of, draft_class
+from ..models.weights.model_config import config_of
+from .algorithms import BLOCK_ALGORITHMS, CHECKPOINT_ALGORITHMS, MODEL_ALGORITHMS, algorithm_of, draft_class
 from .engine_flags import options_of as engine_options
 from .progress import progress
 from .prompts import read_prompts, with_template, without_template
@@ -130,6 +131,17 @@ def options_of(num_steps: Sequence[int], topk: Sequence[int], nodes: Sequence[in
     return [Options(0, 1, 1), *chains, *trees]
 
 
+def of_blocks(depth: int, num_steps: Sequence[int], topk: Sequence[int], nodes: Sequence[int]) -> list[Options]:
+    """List plain decoding, then chains and trees of a block drafter that yields `depth` positions in one pass.
+
+    A tree has any width: all of its nodes may be of one depth.
+    """
+    steps = [count for count in num_steps if count <= depth] or [depth]
+    chains = [Options(count, 1, count + 1) for count in steps] if 1 in topk else []
+    trees = [Options(depth, count, count) for count in nodes if count > 1] if max(topk) > 1 else []
+    return [Options(0, 1, 1), *chains, *trees]
+
+
 def nodes_alone(nodes: Sequence[int]) -> list[Options]:
     """List plain decoding, then drafts that have no other option than their nodes."""
     return [Options(0, 1, 1), *(Options(0, 0, count) for count in nodes if count > 1)]
@@ -165,6 +177,9 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
     drafts = nodes_alone(nodes)
     if algorithm in MODEL_ALGORITHMS:
         drafts = options_of(args.speculative_num_steps, args.speculative_eagle_topk, nodes)
+    elif algorithm in BLOCK_ALGORITHMS:
+        depth = draft_class(algorithm)(folder).needs(config_of(args.model)).accept_width - 1
+        drafts = of_blocks(depth, args.speculative_num_steps, args.speculative_eagle_topk, nodes)
     rows: list[Row] = []
     calibrations: dict[Options, list[Any]] = {}
 
