@@ -8,6 +8,9 @@ from torch import Tensor
 
 from ..models.layers.reduction import Reduction
 
+# Newer releases of torch have another name for it.
+gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class GroupReduction(Reduction):
     """Sums over the ranks of a process group: NCCL's for tensors of a GPU, gloo's for the host's.
@@ -39,8 +42,10 @@ class GroupReduction(Reduction):
         """Return the ranks' tensors [size, *shape], as they are."""
         x = x.contiguous()
         parts = x.new_empty(self.size, x.numel())
-        # gloo does not know all dtypes, and bytes are what is wanted.
-        dist.all_gather(list(parts.view(torch.uint8)), x.view(-1).view(torch.uint8), group=self.group)
+        if x.is_cuda:
+            gather_into(parts.view(-1), x.view(-1), group=self.group)
+        else:  # gloo does not know all dtypes, and bytes are what is wanted
+            dist.all_gather(list(parts.view(torch.uint8)), x.view(-1).view(torch.uint8), group=self.group)
         return parts.view(self.size, *x.shape)
 
 
