@@ -127,7 +127,9 @@ def test_chain_of_a_serial_head_is_the_best_token_after_each(target: Path, tmp_p
         assert list(max(tree, key=len)) in chains and len(tree) == formula.depth
 
 
-@pytest.mark.parametrize("name", thinned(("dspark", "dflash window", "dspark reduced"), "dspark".__eq__))
+@pytest.mark.parametrize(
+    "name", thinned(("dspark", "dflash window", "dflash2", "dspark reduced"), ("dspark", "dflash2").__contains__)
+)
 def test_weights_in_8_bits_draft_the_tree_of_rounded_weights_and_the_same_text(
     name: str, target: Path, tmp_path: Path
 ) -> None:

@@ -357,11 +357,12 @@ class BlockHead(DraftHead):
             kernel, projection = parameters.base_kernel.detach(), linear_of(parameters.kernel_projection)
             return GroupedConv(kernel, projection, self.block.conv_group, self.block.block_size)
 
+        # Convolutions read what norms return, which does not come quantized then.
         return ConvLayer(
             layer.mixer,
-            layer.pre_feed_forward_norm,
+            rms_norm_of(module.post_attention_layernorm),
             layer.feed_forward,
-            input_norm=layer.input_norm,
+            input_norm=rms_norm_of(module.input_layernorm),
             attention_conv=conv(module.attention_conv),
             mlp_conv=conv(module.mlp_conv),
         )
