@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.device.round import Round
@@ -68,15 +68,18 @@ def logits_with(x: torch.Tensor, prompt: list[int], generated: list[int], sampli
 
 def by_hand(prompt: list[int], sampling: SamplingParams) -> list[int]:
     generated: list[int] = []
+    rows, cache = prompt, DynamicCache()
     while len(generated) < sampling.max_new_tokens:
         with torch.inference_mode():
-            x = reference_model()(torch.tensor([prompt + generated])).logits[0, -1]
+            x = reference_model()(torch.tensor([rows]), past_key_values=cache).logits[0, -1]
         x = logits_with(x.clone(), prompt, generated, sampling)
         if sampling.temperature == 0:
             generated.append(int(x.argmax()))
+            rows = generated[-1:]
             continue
         p = reference.filtered(x, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         generated.append(reference.drawn(p, reference.uniform(sampling.seed, len(prompt) + len(generated))))
+        rows = generated[-1:]
     return generated
 
 

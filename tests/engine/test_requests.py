@@ -649,7 +649,7 @@ def test_interrupt_reaches_waiting_thread() -> None:
 
 # Each case is a process of its own, forked from one that has imported everything and made no engine yet.
 CASES = """
-import os, sys, threading, time
+import gc, os, sys, threading, time
 import torch
 from specdec_kernels.engine import Engine, SamplingParams
 from specdec_kernels.tiny import tiny_model
@@ -727,6 +727,8 @@ def fork():
     request.result()
 
 keep = []
+gc.collect()
+gc.freeze()  # the end of each process would scan torch several times
 for case in (read, wait, drop, daemon_waits, daemons_submit_and_read, at_once, raises, others_are_waited_for, fork):
     sys.stdout.flush()
     child = os.fork()
