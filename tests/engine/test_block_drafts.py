@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor
+from transformers import LlamaConfig
 
 from specdec_kernels.engine import (
     DFlash,
-    DFlash2,
     Draft,
-    DraftBudget,
     DSpark,
     Engine,
     JetSpec,
@@ -24,19 +23,18 @@ from specdec_kernels.engine import (
     Union,
 )
 from specdec_kernels.engine.drafts.composition import pools_of
-from specdec_kernels.engine.drafts.proposal import scored_tree_of
+from specdec_kernels.models.heads.block_config import BlockConfig, expect_architecture
 from specdec_kernels.models.layers.quantized import QuantizedLinear
 from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance, mean_accept_length
 from specdec_kernels.synthetic.block import block_text_length, save_block_drafter, synthetic_block
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.shapes import shape_config
-from support.block_drafters import CASES, Drafter, write_drafter, write_target
+from support.block_drafters import CASES, CLASSES, Drafter, Tree, draft_of, is_same, record, write_drafter, write_target
 from support.exhaustive import thinned
 from support.random_checkpoints import random_prompts
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
-CLASSES: dict[str, Any] = {"dflash": DFlash, "dflash2": DFlash2, "dspark": DSpark}
 NODES, CANDIDATES = 12, 6
 
 
@@ -48,37 +46,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_engine(target: Path, draft: Draft | None, **options: Any) -> Engine:
     defaults: dict[str, Any] = {"adaptive": False, "max_len": 128, "num_slots": 2, "page_size": 4, "prefill_chunk": 7}
     return Engine(target, draft=draft, dtype=torch.float32, device="cpu", **(defaults | options))
-
-
-def draft_of(name: str, folder: Path, **options: Any) -> Draft:
-    draft: Draft = (JetSpec if name == "jetspec" else CLASSES[CASES[name].kind])(folder, **options)
-    return draft
-
-
-Tree = dict[tuple[int, ...], float]
-
-
-def record(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, Tree]]:
-    """Return a list that each round extends with each request's text length, and the tree with its scores."""
-    drafted: list[tuple[int, Tree]] = []
-    propose = engine.draft.propose
-
-    def keep(slots: Tensor, budget: DraftBudget) -> Any:
-        proposal = propose(slots, budget)
-        tree, scores = scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state)
-        for b in range(len(slots)):
-            paths: list[tuple[int, ...]] = [()]
-            count = int(tree.num_nodes[b])
-            for token, parent in zip(tree.tokens[b, 1:count].tolist(), tree.parents[b, 1:count].tolist(), strict=True):
-                paths.append((*paths[parent], token))
-            if count > 1:
-                drafted.append(
-                    (int(tree.positions[b, 0]), dict(zip(paths[1:], scores[b, 1:count].tolist(), strict=True)))
-                )
-        return proposal
-
-    patch.setattr(engine.draft, "propose", keep)
-    return drafted
 
 
 @pytest.mark.parametrize("name", thinned(CASES, ("dflash window", "dflash2", "dspark", "dspark gated").__contains__))
@@ -107,12 +74,6 @@ def test_texts_are_the_target_s_and_trees_the_formula_s(name: str, target: Path,
 
 
 patched = pytest.MonkeyPatch.context
-
-
-def is_same(tree: Tree, want: Tree) -> bool:
-    """Return whether two trees have the same paths with the same scores, but for nodes near the cut."""
-    least = min(want.values()) + 1e-3
-    return all(abs(tree.get(path, least) - score) < 2e-3 for path, score in want.items()) and len(tree) == len(want)
 
 
 def test_chain_of_a_serial_head_is_the_best_token_after_each(target: Path, tmp_path: Path) -> None:
@@ -289,6 +250,29 @@ def test_synthetic_drafter_refuses_by_name() -> None:
         ("dflash", {"use_gemma_norm": True}, "use_gemma_norm is True, expected False (not supported)"),
         ("dflash", {"num_target_layers": 9}, "num_target_layers is 9, expected the target's 4"),
         ("dflash", {"block_size": 1}, "block_size is 1, expected 2 to 63"),
+        (
+            "dflash",
+            {"eagle_aux_hidden_state_layer_ids": [2, 3]},
+            "layers 2, 3, expected those of target_layer_ids, 1, 3",
+        ),
+        (
+            "dflash window",
+            {"use_sliding_window": False},
+            "use_sliding_window is False with layers of sliding_attention",
+        ),
+        (
+            "dflash",
+            {"use_sliding_window": True, "max_window_layers": 1},
+            "use_sliding_window is True, expected layer_types",
+        ),
+        (
+            "dflash",
+            {"is_causal": True, "causal": False},
+            "config has is_causal True and causal False, expected one mask",
+        ),
+        ("dspark", {"dspark_bonus_anchor": True, "sample_from_anchor": True}, "dspark_bonus_anchor is True with"),
+        ("dspark", {"dspark_draft_topk": 4}, "config has dspark_draft_topk, expected no entries that are unknown here"),
+        ("dspark", {"rope_is_neox_style": False}, "rope_is_neox_style is False, expected True (not supported)"),
         ("dflash window", {"is_causal": False}, "a layer with a sliding window is not causal"),
         ("dspark", {"markov_head_type": "other"}, "markov_head_type is 'other', expected one of vanilla, gated, rnn"),
         ("dspark", {"mask_token_id": None}, "mask_token_id is None, expected a number from 0 on"),
@@ -309,6 +293,51 @@ def test_what_is_not_computed_is_refused_by_name(
     with pytest.raises(ValueError) as error:
         make_engine(target, draft_of(name, folder)).close()
     assert message in str(error.value)
+
+
+OTHERS = (
+    ("dflash", ("LiLiCorrDraftModel", "Qwen3XPressModel", "DFlashQwen3XPressModel", "MuseGlimmerAssistantModel")),
+    ("dspark", ("Gemma4DSparkModel", "MuseSparkDSparkModel", "K3DSparkModel", "DSparkMiniMaxDraftModel")),
+)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OTHERS for name in names])
+def test_architectures_of_other_layers_are_refused(kind: str, name: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^head: architectures is \['{name}'\], expected one of .* \(not supported\)$"
+    ):
+        expect_architecture(LlamaConfig(architectures=[name]), "head", kind)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_folders_of_speculators_say_what_their_other_forms_say(kind: str) -> None:
+    own = {"mask_token_id": 3, "block_size": 5, "markov_rank": 8, "selector_rank": 8, "selector_top_k": 4}
+    others = {"dflash": ("markov", "selector"), "dflash2": ("markov",), "dspark": ("selector",)}[kind]
+    own = {key: value for key, value in own.items() if not key.startswith(others)}
+    layers = LlamaConfig(num_hidden_layers=2).to_dict()
+    written = {"speculators_model_type": kind, "aux_hidden_state_layer_ids": [1, 3], "sample_from_anchor": True}
+    dense = {"target_layer_ids": [0, 2], "sample_from_anchor": True}
+    found = [
+        BlockConfig.of(LlamaConfig(**(layers | own | form)), 6, "head", kind)
+        for form in (written, dense, {f"{'dspark' if kind == 'dspark' else 'dflash'}_config": dense})
+    ]
+    assert found[0] == found[1] == found[2] and found[0].feature_layers == (1, 3) and found[0].depth == 5
+
+
+def test_dspark_without_a_path_is_the_target_s_own(target: Path, tmp_path: Path) -> None:
+    own = tmp_path / "target"
+    shutil.copytree(target, own)
+    with pytest.raises(
+        ValueError, match=r"^DSpark: head is None, expected a folder or hub id: .* has no folder dspark$"
+    ):
+        make_engine(own, DSpark()).close()
+    folder = write_drafter(own / "dspark", "dspark")
+    texts, prompts = [], random_prompts(1)
+    for draft in (DSpark(), DSpark(folder)):
+        with make_engine(own, draft) as engine:
+            [output] = engine.generate(prompts, GREEDY)
+            texts.append((output.tokens, output.stats.accept_length, len(draft.weights)))
+    assert texts[0] == texts[1]
 
 
 def test_options_and_folders_of_another_kind_are_refused(target: Path, tmp_path: Path) -> None:

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from specdec_kernels.engine import DFlash, DFlash2, Draft, DraftBudget, DSpark, Engine, JetSpec
+from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.reference import draft as reference
 from support.random_checkpoints import VOCAB, save_random_model
 
@@ -63,9 +66,9 @@ CASES = {
 }
 
 
-def write_target(folder: Path) -> Path:
+def write_target(folder: Path, **changes: Any) -> Path:
     """Write a random target of few layers, whose text does not loop."""
-    return save_random_model(folder, "qwen3", num_hidden_layers=NUM_TARGET_LAYERS)
+    return save_random_model(folder, "qwen3", num_hidden_layers=NUM_TARGET_LAYERS, **changes)
 
 
 def write_drafter(folder: Path, name: str, **changes: Any) -> Path:
@@ -102,7 +105,8 @@ def random_tensors(case: Case, config: dict[str, Any]) -> dict[str, Tensor]:
     """Return tensors that draft with a preference, so that trees have an order."""
     torch.manual_seed(11)
     options = config | config.get("dflash_config", {})
-    vocab = config.get("draft_vocab_size", VOCAB)
+    whole = config["vocab_size"]
+    vocab = config.get("draft_vocab_size", whole)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, len(options["target_layer_ids"]) * HIDDEN)}
     for layer in (f"layers.{i}." for i in range(case.num_layers)):
         shapes |= {
@@ -115,7 +119,7 @@ def random_tensors(case: Case, config: dict[str, Any]) -> dict[str, Tensor]:
             layer + "mlp.down_proj.weight": (HIDDEN, WIDE),
         }
     if case.kind == "dspark":
-        shapes |= {"markov_head.markov_w1.weight": (VOCAB, RANK), "markov_head.markov_w2.weight": (vocab, RANK)}
+        shapes |= {"markov_head.markov_w1.weight": (whole, RANK), "markov_head.markov_w2.weight": (vocab, RANK)}
     match options.get("markov_head_type"):
         case "gated":
             shapes |= {"markov_head.gate_proj.weight": (RANK, HIDDEN + RANK), "markov_head.gate_proj.bias": (RANK,)}
@@ -126,7 +130,7 @@ def random_tensors(case: Case, config: dict[str, Any]) -> dict[str, Tensor]:
         shapes |= {"confidence_head.proj.weight": (1, HIDDEN + RANK), "confidence_head.proj.bias": (1,)}
     if case.kind == "dflash2":
         shapes["candidate_selector.predecessor_codebook"] = shapes["candidate_selector.successor_codebook"] = (
-            VOCAB,
+            whole,
             RANK,
         )
         shapes["candidate_selector.hidden_projection.weight"] = RANK, HIDDEN
@@ -134,7 +138,7 @@ def random_tensors(case: Case, config: dict[str, Any]) -> dict[str, Tensor]:
         for part in (f"layers.{i}.{part}_conv." for i in range(case.num_layers) for part in ("attention", "mlp")):
             shapes |= {part + "base_kernel": (2, taps, HIDDEN)}
             shapes |= {part + "kernel_projection.weight": (2 * taps * groups, HIDDEN)}
-    if vocab != VOCAB:
+    if vocab != whole:
         shapes["lm_head.weight"] = vocab, HIDDEN
     tensors = {name: torch.randn(shape) / shape[-1] ** 0.5 for name, shape in shapes.items()}
     for name in ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"):
@@ -147,10 +151,10 @@ def random_tensors(case: Case, config: dict[str, Any]) -> dict[str, Tensor]:
         if options.get("attention_sink_bias"):
             tensors[layer + "self_attn.attention_sink_bias"] = torch.randn(HEADS)
     tensors |= {f"{name}.weight": torch.rand(HIDDEN) + 0.5 for name in norms}
-    if vocab != VOCAB:
-        ids = torch.randperm(VOCAB)[:vocab].sort().values
+    if vocab != whole:
+        ids = torch.randperm(whole)[:vocab].sort().values
         tensors["d2t"] = ids - torch.arange(vocab)
-        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True)
+        tensors["t2d"] = torch.zeros(whole, dtype=torch.bool).index_fill(0, ids, True)
     return tensors
 
 
@@ -163,9 +167,10 @@ def in_8_bits(rows: Tensor) -> tuple[Tensor, Tensor]:
 class Drafter:
     """A drafter by its formulas, over a target as transformers runs it; `in_8_bits` as with draft_weights="fp8"."""
 
-    def __init__(self, target: Path, folder: Path, *, in_8_bits: bool = False) -> None:
-        self.in_8_bits = in_8_bits
-        self.target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    def __init__(self, target: Any, folder: Path, *, in_8_bits: bool = False) -> None:
+        self.in_8_bits, is_folder = in_8_bits, isinstance(target, Path)
+        self.target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32) if is_folder else target
+        self.target.eval()
         self.tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
         config = json.loads((folder / "config.json").read_text())
         self.config = config | config.get("dflash_config", {})
@@ -332,3 +337,45 @@ class Drafter:
         if self.config["markov_head_type"] == "vanilla":
             return embedded
         return self.linear("markov_head.gate_proj", torch.cat([hidden, embedded])).sigmoid() * embedded
+
+
+# --- engines
+
+CLASSES: dict[str, Any] = {"dflash": DFlash, "dflash2": DFlash2, "dspark": DSpark}
+
+
+def draft_of(name: str, folder: Path, **options: Any) -> Draft:
+    draft: Draft = (JetSpec if name == "jetspec" else CLASSES[CASES[name].kind])(folder, **options)
+    return draft
+
+
+Tree = dict[tuple[int, ...], float]
+
+
+def record(engine: Engine, patch: pytest.MonkeyPatch) -> list[tuple[int, Tree]]:
+    """Return a list that each round extends with each request's text length, and the tree with its scores."""
+    drafted: list[tuple[int, Tree]] = []
+    propose = engine.draft.propose
+
+    def keep(slots: Tensor, budget: DraftBudget) -> Any:
+        proposal = propose(slots, budget)
+        tree, scores = scored_tree_of(proposal.drafts, slots, budget.num_nodes, engine.state)
+        for b in range(len(slots)):
+            paths: list[tuple[int, ...]] = [()]
+            count = int(tree.num_nodes[b])
+            for token, parent in zip(tree.tokens[b, 1:count].tolist(), tree.parents[b, 1:count].tolist(), strict=True):
+                paths.append((*paths[parent], token))
+            if count > 1:
+                drafted.append(
+                    (int(tree.positions[b, 0]), dict(zip(paths[1:], scores[b, 1:count].tolist(), strict=True)))
+                )
+        return proposal
+
+    patch.setattr(engine.draft, "propose", keep)
+    return drafted
+
+
+def is_same(tree: Tree, want: Tree) -> bool:
+    """Return whether two trees have the same paths with the same scores, but for nodes near the cut."""
+    least = min(want.values()) + 1e-3
+    return all(abs(tree.get(path, least) - score) < 2e-3 for path, score in want.items()) and len(tree) == len(want)

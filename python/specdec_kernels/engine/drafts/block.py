@@ -19,6 +19,7 @@ from ...models.heads.block import BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from ...models.heads.block_config import BlockConfig
 from ...models.heads.checkpoint import HeadCheckpoint
 from ...models.heads.loading import config_of_head, load_head
+from ...models.weights.checkpoint import local_folder
 from ...models.weights.model_config import model_name
 from ...ops import TopK, draft_extend_inputs, expand_trellis, make_calibration, sample_draft, select_topk
 from .base import DraftBudget
@@ -31,6 +32,7 @@ from .proposal import Committed, DrawnFrom, Proposal, makes_valid_trees, no_cand
 MOST_DEPTH = 16  # of `expand_trellis`
 DEFAULT_NUM_NODES = 32  # of a tree
 DEFAULT_CANDIDATES = 16
+FOLDER_IN_TARGET = "dspark"  # of a drafter that a vendor ships with a target
 
 
 @dataclass
@@ -53,6 +55,7 @@ class BlockDraft(CalibratedDraft):
     kv_dtype: str | torch.dtype | None = None
 
     kind: ClassVar[type[BlockHead]]
+    position_offset = 0  # row i of a block is rotated at L + position_offset + i
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -64,8 +67,12 @@ class BlockDraft(CalibratedDraft):
         check_storage(name, self.draft_weights, self.kv_dtype)
         if self.sampled and self.topk != 1:
             raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")
+        self.check_head()
+
+    def check_head(self) -> None:
+        """Raise a ValueError for a head that is none."""
         if not isinstance(self.head, str | Path | HeadCheckpoint | self.kind):
-            given = f"a {type(self.head).__name__}"
+            name, given = type(self).__name__, f"a {type(self.head).__name__}"
             raise ValueError(f"{name}: head is {given}, expected a folder, a hub id or a {self.kind.__name__}")
 
     @property
@@ -81,13 +88,21 @@ class BlockDraft(CalibratedDraft):
     def loaded(self) -> BlockHead:
         return self.module
 
+    @property
+    def source(self) -> str | Path | HeadCheckpoint | BlockHead:
+        """Where the head is."""
+        return self.head
+
+    def find_source(self, target: Any) -> None:
+        """Find the head of a draft that was given none, in the folder of a target with this config."""
+
     def block_of(self, num_target_layers: int) -> BlockConfig:
         """Return what the head's config says of its blocks.
 
         Raises:
             ValueError: options that the head cannot have.
         """
-        block = self.kind.block_config(config_of_head(self.kind, self.head), num_target_layers)
+        block = self.kind.block_config(config_of_head(self.kind, self.source), num_target_layers)
         name, depth = type(self).__name__, min(block.depth, MOST_DEPTH)
         if self.num_steps is not None and self.num_steps > depth:
             raise ValueError(f"{name}: num_steps is {self.num_steps}, expected 1 to {depth} (the block's)")
@@ -102,7 +117,8 @@ class BlockDraft(CalibratedDraft):
         return self.num_steps or min(block.depth, MOST_DEPTH)
 
     def needs(self, target: Any) -> Needs:
-        block, config = self.block_of(target.num_hidden_layers), config_of_head(self.kind, self.head)
+        self.find_source(target)
+        block, config = self.block_of(target.num_hidden_layers), config_of_head(self.kind, self.source)
         depth, num_layers = self.depth_of(block), config.num_hidden_layers
         attention = AttentionCall.of(config, block.block_size, False, num_layers)
         is_chain = self.topk == 1 or block.markov == "rnn"
@@ -121,14 +137,15 @@ class BlockDraft(CalibratedDraft):
     def open(self, context: DraftContext) -> None:
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
         storage = storage_of(self, context)
-        self.module: BlockHead = load_head(self.kind, self.head, context.target, **sizes, storage=storage)
+        self.module: BlockHead = load_head(self.kind, self.source, context.target, **sizes, storage=storage)
         self._depth = self.depth_of(self.module.block)
         like, num_nodes = self.state.seq_lens, self.needs(context.target.config).num_nodes
         self.calibration = None if self.sampled else make_calibration(self._depth, like=like)
         rows = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=context.device)  # node i is drawn from row i-1
         self._draft_rows = rows.where(rows < self._depth, -1).repeat(context.num_slots, 1)
         # What is the same in every round is not computed there.
-        self._block_rows = torch.arange(self.module.block.block_size, dtype=torch.int32, device=context.device)
+        first, size = self.position_offset, self.module.block.block_size
+        self._block_rows = torch.arange(first, first + size, dtype=torch.int32, device=context.device)
         self._first_slot = torch.zeros(1, dtype=torch.int64, device=context.device)
         self._whole_mask = self.module.whole_mask(context.num_slots)
         vocab = self.module.lm_head.out_features
@@ -293,10 +310,38 @@ class DSpark(BlockDraft):
     a chain.
 
     Args:
-        head, num_steps, topk, num_candidates, num_nodes, sampled, draft_weights, kv_dtype: as for `DFlash`.
+        head: as for `DFlash`; None: the folder `dspark` in the target's.
+        num_steps, topk, num_candidates, num_nodes, sampled, draft_weights, kv_dtype: as for `DFlash`.
 
     Raises:
-        ValueError: as for `DFlash`; `topk` above 1 for a head that carries a state.
+        ValueError: as for `DFlash`; `topk` above 1 for a head that carries a state; no folder of a drafter in the
+            target's.
     """
 
+    head: str | Path | HeadCheckpoint | BlockHead | None = None  # type: ignore[assignment]
+
     kind = DSparkHead
+
+    def check_head(self) -> None:
+        if self.head is not None:
+            super().check_head()
+
+    @property
+    def model_name(self) -> str:
+        return FOLDER_IN_TARGET if self.head is None else super().model_name
+
+    @property
+    def source(self) -> str | Path | HeadCheckpoint | BlockHead:
+        return self._found if self.head is None else self.head
+
+    def find_source(self, target: Any) -> None:
+        if self.head is not None:
+            return
+        whole = target.name_or_path
+        if not whole:
+            raise ValueError("DSpark: head is None, expected a folder or hub id for a target that has none")
+        self._found = local_folder(whole, "DSpark: target") / FOLDER_IN_TARGET
+        if not self._found.is_dir():
+            raise ValueError(
+                f"DSpark: head is None, expected a folder or hub id: {whole} has no folder {FOLDER_IN_TARGET}"
+            )

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 NESTED = "dspark_config", "dflash_config", "eagle_config"  # the first that has an entry counts, then the top
 SLIDING, FULL = "sliding_attention", "full_attention"
+MASKS = "is_causal", "causal", "causal_head"
 MARKOV_HEADS = "vanilla", "gated", "rnn"
 MOST_ROWS = 63  # of a block: their bits are one word of a mask, above 0
 
@@ -20,13 +21,11 @@ MOST_ROWS = 63  # of a block: their bits are one word of a mask, above 0
 UNREAD = {
     "auto_map",
     "block_size_train",
-    "dspark_bonus_anchor",
-    "eagle_aux_hidden_state_layer_ids",  # of exporters that write `target_layer_ids` too
     "has_lm_head",  # as the tensors show
+    "has_own_lm_head",
     "has_embed_tokens",
     "loss_type",
     "mask_token",  # the name of mask_token_id
-    "max_window_layers",
     "num_anchors",
     "num_target_layers",
     "speculators_config",
@@ -37,7 +36,6 @@ UNREAD = {
     "tie_word_embeddings",
     "transformers_version",
     "use_cache",
-    "use_sliding_window",
     "verifier",
 }
 
@@ -162,7 +160,7 @@ class BlockConfig:
         expect_architecture(config, name, kind)
         is_dspark = kind == "dspark"
         speculators = getattr(config, "speculators_model_type", None) is not None
-        from_root = bool(entries.get("sample_from_anchor", is_dspark and not speculators))
+        from_root = predicts_from_root(entries, is_dspark and not speculators)
         block_size = entries.number("block_size", 7 if is_dspark else 16, low=1 if from_root else 2, high=MOST_ROWS)
         causal, windows = attention_of(entries, speculators and not is_dspark)
         mask_token = entries.number("mask_token_id", low=0)
@@ -211,7 +209,13 @@ class BlockConfig:
 ARCHITECTURES = {
     "dflash": {"DFlashDraftModel"},
     "dflash2": {"DFlash2DraftModel", "DFlash2BeamDraftModel"},
-    "dspark": {"Qwen3DSparkModel", "DSparkDraftModel", "LingDSparkModel", "Qwen3OmniDSparkModel"},
+    "dspark": {
+        "DSparkDraftModel",
+        "Lfm2DSparkDraftModel",
+        "LingDSparkModel",
+        "Qwen3DSparkModel",
+        "Qwen3OmniDSparkModel",
+    },
 }
 
 
@@ -229,13 +233,26 @@ def expect_architecture(config: Any, name: str, kind: str) -> None:
         )
 
 
+def predicts_from_root(entries: Entries, default: bool) -> bool:
+    """Return whether the root's row predicts; `dspark_bonus_anchor` is vLLM's word for the opposite."""
+    written, bonus = entries.get("sample_from_anchor"), entries.get("dspark_bonus_anchor")
+    if None not in (written, bonus) and bool(written) == bool(bonus):
+        raise ValueError(
+            f"{entries.name}: dspark_bonus_anchor is {bonus} with sample_from_anchor {written}, expected the opposite"
+        )
+    return bool(written) if written is not None else not bonus if bonus is not None else default
+
+
 def feature_layers(entries: Entries, num_target_layers: int) -> tuple[int, ...]:
     """Return the layers of the target whose input states are injected.
 
-    `target_layer_ids` are layers that the states leave; speculators' `aux_hidden_state_layer_ids` are layers that they
-    enter. The default is spread from the second layer to the fourth last.
+    `target_layer_ids` are layers that the states leave; speculators' `aux_hidden_state_layer_ids`, and vLLM's with
+    `eagle_` before it, are layers that they enter. All that are written must agree.
+
+    The default is spread from the second layer to the fourth last.
     """
-    left, entered = entries.get("target_layer_ids"), entries.get("aux_hidden_state_layer_ids")
+    left = entries.get("target_layer_ids")
+    entered = entries.get("aux_hidden_state_layer_ids", entries.get("eagle_aux_hidden_state_layer_ids"))
     written = entries.config.to_dict().get("num_target_layers") or next(
         (part["num_target_layers"] for part in entries.nested.values() if part.get("num_target_layers")), None
     )
@@ -255,6 +272,10 @@ def feature_layers(entries: Entries, num_target_layers: int) -> tuple[int, ...]:
     if not isinstance(given, list | tuple) or not given or any(type(layer) is not int for layer in given):
         raise ValueError(f"{entries.name}: {which} is {given!r}, expected integers")
     layers = tuple(layer + 1 for layer in given) if left is not None else tuple(given)
+    for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
+        if (other := entries.get(key)) is not None and list(other) != list(layers):
+            other, own = (", ".join(map(str, each)) for each in (other, layers))
+            raise ValueError(f"{entries.name}: {key} has layers {other}, expected those of {which}, {own}")
     # The state that leaves the last layer is normalized in some exporters' features and not in others'.
     if not all(0 <= layer < num_target_layers for layer in layers):
         most = num_target_layers - (2 if left is not None else 1)
@@ -275,15 +296,24 @@ def attention_of(entries: Entries, non_causal_by_default: bool) -> tuple[tuple[b
             f"{entries.name}: layer_types is {list(types)}, expected {SLIDING} or {FULL} for each of {count} layers"
         )
     entries.get("layer_types")
+    uses, first = entries.get("use_sliding_window"), entries.get("max_window_layers", count)
+    if uses is False and SLIDING in (types or ()):
+        raise ValueError(
+            f"{entries.name}: use_sliding_window is False with layers of {SLIDING}, expected True or no such layers"
+        )
+    if uses and types is None and type(first) is int and first < count:
+        raise ValueError(f"{entries.name}: use_sliding_window is True, expected layer_types, or False")
     if entries.get("use_swa", False) and SLIDING not in (types or ()):
         types = [SLIDING] * count
     types = types or [FULL] * count
     width = entries.get("swa_window_size", entries.get("sliding_window"))
     if SLIDING in types and (type(width) is not int or width < 1):
         raise ValueError(f"{entries.name}: sliding_window is {width!r}, expected a number from 1 on")
-    for_all = next(
-        (value for key in ("is_causal", "causal", "causal_head") if (value := entries.get(key)) is not None), None
-    )
+    given = {key: bool(value) for key in MASKS if (value := entries.get(key)) is not None}
+    if len(set(given.values())) > 1:
+        both = " and ".join(f"{key} {value}" for key, value in given.items())
+        raise ValueError(f"{entries.name}: config has {both}, expected one mask within the block")
+    for_all = next(iter(given.values()), None)
     if for_all is None and non_causal_by_default:
         for_all = not entries.get("sliding_window_non_causal", True)
     causal = tuple(kind == SLIDING if for_all is None else bool(for_all) for kind in types)
