@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec_kernels import cli
 from specdec_kernels.cli import speculative_flags
-from specdec_kernels.engine import MTP, Ngram
+from specdec_kernels.engine import MTP, DSpark, Ngram
 from specdec_kernels.models.weights.mtp_layouts import MIMO
 from specdec_kernels.synthetic.acceptance import EvenAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
@@ -111,5 +111,19 @@ def test_flags_make_the_draft(capsys: Capture) -> None:
     both = speculative_flags.draft_of(args, "MTP+NGRAM", None, topk=1)
     assert both is not None and both.members == (MTP(num_steps=2, topk=1, num_nodes=48), Ngram(num_nodes=48, corpus=[]))
     assert cli.main(["doctor", "anywhere", "--speculative-algorithm", "EAGLE3"]) == 2
-    message = "--speculative-draft-model-path is missing, expected a folder or hub id (MTP needs none)"
+    message = "--speculative-draft-model-path is missing, expected a folder or hub id (MTP and DSPARK need none)"
     assert capsys.readouterr().err == f"specdec doctor: {message}\n"
+
+
+def test_target_s_own_dspark_needs_no_path_and_uno_is_refused(capsys: Capture) -> None:
+    parser = ArgumentParser()
+    speculative_flags.add_arguments(parser)
+    args = parser.parse_args(["--speculative-algorithm", "dspark"])
+    assert speculative_flags.draft_of(args, "DSPARK", None, topk=8) == DSpark()
+    with pytest.raises(
+        ValueError, match="--speculative-draft-model-path is missing, expected a folder or hub id for DFL"
+    ):
+        speculative_flags.draft_of(args, "DFLASH", None, topk=8)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--speculative-algorithm", "uno"])
+    assert "'uno' is not supported: it drafts by a forward pass of the target with a LoRA" in capsys.readouterr().err

@@ -17,8 +17,13 @@ BLOCK_ALGORITHMS = ("DFLASH", "DFLASH2", "DSPARK", "JETSPEC")  # a drafter that 
 STEP_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
 CHECKPOINT_ALGORITHMS = (*STEP_ALGORITHMS, *BLOCK_ALGORITHMS)  # a checkpoint of its own drafts
 MODEL_ALGORITHMS = (*STEP_ALGORITHMS, "MTP")  # a model drafts, in steps
+IN_TARGET = ("MTP", "DSPARK")  # a target's checkpoint may have the draft in it
 ALGORITHMS = ("NONE", "NGRAM", *MODEL_ALGORITHMS, *BLOCK_ALGORITHMS, "EAGLE3+NGRAM", "MTP+NGRAM", "DSPARK+NGRAM")
 ALIASES = {"NEXTN": "MTP"}  # SGLang's name
+REFUSED = {
+    "UNO": "it drafts by a forward pass of the target with a LoRA on the draft's rows alone, and here adapters are "
+    "merged into the weights"
+}
 
 
 def one_of(*known: str) -> Callable[[str], str]:
@@ -28,6 +33,8 @@ def one_of(*known: str) -> Callable[[str], str]:
         if ":" in text:
             return text
         name = ALIASES.get(text.upper(), text.upper())
+        if name in REFUSED:
+            raise argparse.ArgumentTypeError(f"{text!r} is not supported: {REFUSED[name]}")
         if name not in known:
             raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(known)}, or a class as module:Class")
         return name

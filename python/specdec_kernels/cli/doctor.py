@@ -23,7 +23,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "doctor",
         help="find out why few drafts of a head or a draft model are accepted",
         description="Measure how much of the target's own text a draft predicts, then change one input at a time "
-        "(feature layers, position offset, norms, chat template, vocabulary map, KV dtype, embedding) and name the "
+        "(feature layers, position offset, norms, chat template, vocabulary map, KV dtype, embedding; of a block "
+        "drafter mask, block size, mask token and Markov head, too) and name the "
         "change that restores acceptance by more than chance. Exit code: 0, none does; 1, one does; 2, it cannot run.",
     )
     add_draft_to_examine(parser)

@@ -15,10 +15,12 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..engine import Draft, Engine
+from ..engine.drafts.block import FOLDER_IN_TARGET
 from ..engine.text.prompts import load_tokenizer
 from ..models.weights.checkpoint import local_folder
 from ..models.weights.model_config import config_of
 from .algorithms import BLOCK_ALGORITHMS, algorithm_of, draft_class
+from .doctor_block import block_shifts
 from .doctor_measure import Acceptance, Recorder, Text, measure, record, write_texts
 from .doctor_mtp import mtp_shifts
 from .doctor_shifts import Head, Prompting, Shift, head_shifts, prompting_shifts, standalone_shifts
@@ -235,11 +237,8 @@ def examine(args: argparse.Namespace) -> Diagnosis:
     path = args.speculative_draft_model_path
     folder = None if path is None else local_folder(path, "--speculative-draft-model-path")
     algorithm = args.speculative_algorithm or algorithm_of(Path(folder or ""))
-    if algorithm in BLOCK_ALGORITHMS:
-        raise ValueError(
-            f"--speculative-draft-model-path is {path}, a drafter of {algorithm}, expected a draft that goes step by "
-            "step (block drafters are not examined)"
-        )
+    if algorithm == "DSPARK" and folder is None:
+        folder = local_folder(args.model, "MODEL") / FOLDER_IN_TARGET
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-doctor-")))
         target = Target(args)
@@ -273,6 +272,9 @@ def examine(args: argparse.Namespace) -> Diagnosis:
                 yield from standalone_shifts(folder, num_steps, target.tokenizer, vocab_size)
             else:
                 head = Head(folder, algorithm, num_steps, scratch)
+                if algorithm in BLOCK_ALGORITHMS:
+                    yield from block_shifts(head, target.config, target.tokenizer)
+                    return
                 yield from head_shifts(head, layers, num_layers, vocab_size)
 
         return diagnose(target, algorithm, as_is, make, shifts)

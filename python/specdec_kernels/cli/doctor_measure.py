@@ -115,7 +115,7 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
     longest = max(len(text.tokens) for text in texts)
     num_slots = max(len(roots_of(text, num_steps)) for text in texts)
     before = max(needs.lookahead - 1, 0)  # of the text's last rows, those that a slot's drafts write over
-    own = before + num_steps + 2  # rows of a slot after the shared text
+    own = before + max(num_steps + 2, needs.scratch_rows)  # rows of a slot after the shared text
     state = EngineState.create(
         num_slots=num_slots,
         vocab_size=0,  # no round runs that would edit logits or continue from hidden states

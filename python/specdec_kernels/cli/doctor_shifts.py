@@ -74,7 +74,7 @@ class Head:
 
     Attributes:
         folder: of the head.
-        algorithm: EAGLE or EAGLE3.
+        algorithm: EAGLE, EAGLE3 or one of a block drafter.
         num_steps: of the drafted chains.
         scratch: a folder for the copies.
     """
@@ -110,7 +110,8 @@ class Head:
         def make() -> Draft:
             copy = self.scratch / str(len(list(self.scratch.iterdir())))
             copy.mkdir()
-            (copy / "config.json").write_text(json.dumps(self.config | (config or {})))
+            values = {key: value for key, value in (self.config | (config or {})).items() if value is not None}
+            (copy / "config.json").write_text(json.dumps(values))
             link(self.folder, copy, tensors or {}, without)
             return self.draft(copy)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..smollm2 import model_path
-from .algorithms import ALGORITHMS, BLOCK_ALGORITHMS, MODEL_ALGORITHMS, algorithm_of, draft_class, one_of
+from .algorithms import ALGORITHMS, BLOCK_ALGORITHMS, IN_TARGET, MODEL_ALGORITHMS, algorithm_of, draft_class, one_of
 from .arguments import add_flag, add_model, model_of
 from .tuning_flags import apply_tuning
 
@@ -72,7 +72,7 @@ def add_draft_path(parser: argparse._ActionsContainer, *hidden: str) -> None:
         "--speculative-draft-model-path",
         *hidden,
         metavar="PATH",
-        help="EAGLE head, block drafter or small model; for MTP a checkpoint with the layer (default: the target's)",
+        help="EAGLE head, block drafter or small model; for MTP and DSPARK by default the target's own",
     )
 
 
@@ -109,8 +109,14 @@ def read_draft_to_examine(args: argparse.Namespace) -> None:
         ValueError: no target, or two; no checkpoint of a draft that needs one; an extra that is not installed.
     """
     args.model = model_path(str(model_of(args, required=True)))
-    if args.needs_draft_path and args.speculative_draft_model_path is None and args.speculative_algorithm != "MTP":
-        raise ValueError("--speculative-draft-model-path is missing, expected a folder or hub id (MTP needs none)")
+    if (
+        args.needs_draft_path
+        and args.speculative_draft_model_path is None
+        and args.speculative_algorithm not in IN_TARGET
+    ):
+        raise ValueError(
+            "--speculative-draft-model-path is missing, expected a folder or hub id (MTP and DSPARK need none)"
+        )
     if args.speculative_draft_model_path is not None:
         args.speculative_draft_model_path = model_path(args.speculative_draft_model_path)
 
@@ -182,7 +188,7 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     if ":" in algorithm:
         return own_draft(args, algorithm)(head)
     with_model = algorithm not in ("NONE", "NGRAM")
-    if with_model and head is None and not algorithm.startswith("MTP"):
+    if with_model and head is None and not algorithm.startswith(IN_TARGET):
         raise ValueError(f"--speculative-draft-model-path is missing, expected a folder or hub id for {algorithm}")
     if not with_model and head is not None:
         raise ValueError(f"--speculative-draft-model-path is {head}, expected none for {algorithm}")

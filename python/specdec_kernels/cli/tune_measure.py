@@ -19,7 +19,14 @@ from ..engine.text.prompts import load_tokenizer
 from ..engine.tuning import SCHEMA
 from ..models.weights.checkpoint import local_folder
 from ..models.weights.model_config import config_of
-from .algorithms import BLOCK_ALGORITHMS, CHECKPOINT_ALGORITHMS, MODEL_ALGORITHMS, algorithm_of, draft_class
+from .algorithms import (
+    BLOCK_ALGORITHMS,
+    CHECKPOINT_ALGORITHMS,
+    IN_TARGET,
+    MODEL_ALGORITHMS,
+    algorithm_of,
+    draft_class,
+)
 from .engine_flags import options_of as engine_options
 from .progress import progress
 from .prompts import read_prompts, with_template, without_template
@@ -169,7 +176,7 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
     path, nodes = args.speculative_draft_model_path, args.speculative_num_draft_tokens
     folder = None if path is None else local_folder(path, "--speculative-draft-model-path")
     algorithm = args.speculative_algorithm or ("NGRAM" if folder is None else algorithm_of(folder))
-    takes_either = algorithm == "MTP" or ":" in algorithm
+    takes_either = algorithm in IN_TARGET or ":" in algorithm
     if (folder is None) == (algorithm in CHECKPOINT_ALGORITHMS) and not takes_either:
         expected = "a folder or hub id" if folder is None else "none"
         raise ValueError(f"--speculative-draft-model-path is {path}, expected {expected} for {algorithm}")
