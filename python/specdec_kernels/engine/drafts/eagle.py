@@ -70,6 +70,8 @@ class HeadDraft(ModelDraft):
         self.allocate_backlog_features(like, len(self.needs(context.target.config).feature_layers) * like.shape[1])
         if self.sampled:
             self.allocate_root_logits(self.module.logits(self.last_hidden[:1]))
+        else:
+            self.module.divide_logits()
 
     def save(self, slot: int) -> dict[str, Tensor]:
         return super().save(slot) | {"last_hidden": self.last_hidden[slot]}

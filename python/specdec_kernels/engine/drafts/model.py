@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...models.families import kv_numbers
 from ...models.heads.base import Features, HeadStorage
+from ...models.layers.divided_logits import best_tokens
 from ...models.layers.paged_batch import PagedBatch
 from ...ops import (
     DraftExtendInputs,
@@ -24,7 +25,6 @@ from ...ops import (
     expand_tree,
     make_calibration,
     sample_draft,
-    select_topk,
 )
 from .base import DraftBudget, DraftRequest
 from .calibrated import CalibratedDraft
@@ -220,12 +220,12 @@ class ModelDraft(CalibratedDraft, Idleable, Migratable):
             return 1
         return min(self.topk, max(free, -(-num_nodes // 4), 2))
 
-    def set_root_children(self, rows: Tensor, logits: Tensor) -> None:
+    def set_root_children(self, rows: Tensor, logits: Any) -> None:
         """Rank or store logits [B, Vd] as these rows of the draft state."""
         if self.sampled:
             self.root_logits[rows] = logits
             return
-        self.child_ids[rows], self.child_logprobs[rows] = select_topk(logits, self.topk, id_map=self.id_map)
+        self.child_ids[rows], self.child_logprobs[rows] = best_tokens(logits, self.topk, self.id_map)
 
     @makes_valid_trees
     def propose(self, slots: Tensor, budget: DraftBudget) -> Proposal:
@@ -238,9 +238,9 @@ class ModelDraft(CalibratedDraft, Idleable, Migratable):
         # Drafts of a rejected block are dropped: their noise must not come back in the next round.
         seeds = torch.add(state.seeds, state.seq_lens, alpha=SEED_OF_ROUND) if self.sampled else state.seeds
 
-        def children(logits: Tensor) -> tuple[Tensor, Tensor]:
+        def children(logits: Any) -> tuple[Tensor, Tensor]:
             if not self.sampled:
-                return select_topk(logits, k, id_map=self.id_map)
+                return best_tokens(logits, k, self.id_map)
             logits_of_steps.append(logits)
             positions = state.seq_lens[slots] + len(logits_of_steps)
             return sample_draft(

@@ -25,7 +25,9 @@ from ..kv_pools import KvLayout, KvPools
 from ..language_model import LanguageModel
 from ..layers.attention import Attention
 from ..layers.decoder_layer import Layer
+from ..layers.embedding import LMHead
 from ..layers.head_layout import HeadLayout
+from ..layers.linear import Linear
 from ..layers.mixer import Mixer, attach_caches, kv_layouts_of, mixers_of
 from ..layers.norm import rms_norm_of
 from ..layers.outputs import LayerOutput
@@ -179,6 +181,7 @@ class DraftHead(nn.Module):
     pools: KvPools
     is_given = False  # whether the parameters are the caller's
     _among: list[int] | None = None  # the target's tokens that it predicts; None: all
+    _divides_logits = False
     has_own_width: ClassVar[bool] = False  # whether its layers may have another width than the target's
     prefix = ""
     storage = HeadStorage()
@@ -444,6 +447,13 @@ class DraftHead(nn.Module):
         hidden, normed = self(tokens, features, positions, rows, depth=depth)
         return self.logits(normed), hidden
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """Return [..., Vd] for [..., H]."""
+    def logits(self, normed: Tensor) -> Any:
+        """Return [..., Vd] for [..., H], or `DividedLogits`, as `divide_logits` says."""
         raise NotImplementedError
+
+    def divide_logits(self) -> None:
+        """Let `logits` be this rank's columns if the target's LM head, which it shares, is divided among ranks."""
+        self._divides_logits = True
+
+    def _logits_by(self, head: Linear | LMHead, normed: Tensor) -> Any:
+        return head.divided(normed) if self._divides_logits else head(normed)

@@ -8,7 +8,7 @@ The feature is the target's state after its final norm. The output predicts toke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,5 +97,5 @@ class EagleHead(DraftHead):
         hidden = add_residual(x, rest, None)
         return HeadOutput(hidden, hidden)  # it predicts the target's normed state
 
-    def logits(self, normed: Tensor) -> Tensor:
-        return self._parts.head(normed)
+    def logits(self, normed: Tensor) -> Any:
+        return self._logits_by(self._parts.head, normed)

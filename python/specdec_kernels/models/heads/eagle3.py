@@ -181,5 +181,5 @@ class Eagle3Head(DraftHead):
         normed, hidden = self._parts.norm.add_norm(x, residual)
         return HeadOutput(normed if self.norm_output else hidden, normed)
 
-    def logits(self, normed: Tensor) -> Tensor:
-        return self._parts.head(normed)
+    def logits(self, normed: Tensor) -> Any:
+        return self._logits_by(self._parts.head, normed)

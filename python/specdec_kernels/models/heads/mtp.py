@@ -258,8 +258,8 @@ class MtpHead(DraftHead):
         normed, hidden = self._parts.norm.add_norm(x, residual)
         return HeadOutput(normed if self.layout.passes_normed_state else hidden, normed)
 
-    def logits(self, normed: Tensor) -> Tensor:
-        return self._parts.head(normed)
+    def logits(self, normed: Tensor) -> Any:
+        return self._logits_by(self._parts.head, normed)
 
 
 def load_mtp_head(source: MtpCheckpoint | MtpHead, target: LanguageModel, *, num_pages: int, page_size: int) -> MtpHead:

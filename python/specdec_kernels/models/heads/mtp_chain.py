@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,11 @@ class MtpChain(DraftHead):
     def join(self, features: Tensor) -> Tensor:
         return self._heads[0].join(features)
 
-    def logits(self, normed: Tensor) -> Tensor:
+    def divide_logits(self) -> None:
+        for head in self._heads:
+            head.divide_logits()
+
+    def logits(self, normed: Tensor) -> Any:
         """Return the logits of layer 0 [..., Vd] for its states [..., H]; further columns are not read."""
         return self._heads[0].logits(normed[..., : self._hidden_size].contiguous())
 

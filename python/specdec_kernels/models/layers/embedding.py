@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .divided_logits import DividedLogits
 from .linear import Linear
 
 SMALL_INDEX = 16  # up to that many tokens, torch's embedding has a kernel of its own
@@ -40,7 +41,16 @@ class LMHead(NamedTuple):
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return [..., V] from [..., H]."""
-        logits = self.linear(hidden)
+        return self._transformed(self.linear(hidden))
+
+    def divided(self, hidden: Tensor) -> Tensor | DividedLogits:
+        """Return [..., V] from [..., H], or this rank's columns if the vocabulary is divided."""
+        logits = self.linear.divided(hidden)
+        if isinstance(logits, DividedLogits):
+            return logits._replace(partial=self._transformed(logits.partial))
+        return self._transformed(logits)
+
+    def _transformed(self, logits: Tensor) -> Tensor:
         if self.scale is not None:
             logits = logits * self.scale
         if self.soft_cap is not None:

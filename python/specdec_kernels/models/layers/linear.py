@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ... import _C
 from ...ops import silu_and_mul, small_m_gemm
+from .divided_logits import DividedLogits
 from .fp8 import QuantizedActivations
 from .outputs import PartialSum
 from .quantized import Fp8Weight, QuantizedLinear, QuantizedWeight, fuse_weights
@@ -49,6 +50,12 @@ class Linear(NamedTuple):
         if not isinstance(self.weight, Tensor):
             return self.weight.linear(x, self.bias)
         return self._small_m_gemm(x) if self._is_small(x) else functional.linear(x, self.weight, self.bias)
+
+    def divided(self, x: Tensor) -> Tensor | DividedLogits:
+        """Return the output for x [..., in], or this rank's columns of it if outputs are divided."""
+        if isinstance(columns := self.reduction, Columns):
+            return DividedLogits(self._partial(x), columns)
+        return self(x)
 
     def swiglu(self, x: Tensor | QuantizedActivations) -> Tensor:
         """Return silu(gate) * up [rows, out / 2] from x [rows, in], for a fused gate and up projection."""

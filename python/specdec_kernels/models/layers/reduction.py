@@ -56,6 +56,11 @@ class Columns(Reduction):
     def __init__(self, reduction: Reduction, own: range, count: int) -> None:
         self.reduction, self.own, self.count, self.size = reduction, own, count, reduction.size
 
+    @property
+    def least(self) -> int:
+        """The least number of columns that a rank has."""
+        return self.count - (self.size - 1) * -(-self.count // self.size)
+
     def sum(self, x: Tensor) -> Tensor:
         """Return all columns [..., count] from this rank's."""
         most = -(-self.count // self.size)
