@@ -88,7 +88,7 @@ def commands(page: Path) -> list[list[str]]:
 
 PYTHON_CALL = re.compile(r"[\w.]+\(")
 # Programs of others, whose flags are not checked here.
-OTHERS = ("vllm", "python", "curl", "lm_eval", "serve", "torchrun", "vllm-router", ".")
+OTHERS = ("vllm", "python", "curl", "lm_eval", "serve", "torchrun", "vllm-router", "specforge", ".")
 
 
 @every_page

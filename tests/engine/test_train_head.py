@@ -1,0 +1,177 @@
+"""examples/train_head: prompts, packed heads, and heads that it trains for the tiny target."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specdec_kernels.engine import DSpark, Eagle3, Engine, SamplingParams
+from specdec_kernels.engine.drafts import Draft
+from specdec_kernels.tiny import tiny_model
+from support.tiny_checkpoint import held_out, tokenizer
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_head"
+CONFIG = {"vocab_size": 40, "hidden_size": 8}
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that imports a script of the example."""
+    monkeypatch.syspath_prepend(EXAMPLE)
+    return importlib.import_module
+
+
+def script(name: str, *arguments: object) -> str:
+    """Run a script of the example and return what it prints."""
+    command = [sys.executable, EXAMPLE / f"{name}.py", *arguments]
+    return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    return {"fc.weight": torch.randn(6, 8, generator=rng), "norm.weight": torch.randn(8, generator=rng)}
+
+
+def test_a_packed_head_unpacks_within_the_rounding_of_8_bits(example: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    packed, kept = example("packed_heads"), torch.tensor([1, 5, 6, 39])
+    head, lm_head = tensors(), torch.arange(320.0).view(40, 8)
+    head["fc.weight"][2] = 0  # a row without a scale of its own
+    packed.pack_head(CONFIG, head, kept, tmp_path / "head.safetensors")
+    packed.unpack_head(tmp_path / "head.safetensors", lm_head, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    half_a_step = head["fc.weight"].abs().amax(1, keepdim=True) / 254
+    assert bool(((found["fc.weight"] - head["fc.weight"]).abs() <= half_a_step * 1.001).all())
+    assert torch.equal(found["norm.weight"], head["norm.weight"])
+    assert torch.equal(found["lm_head.weight"], lm_head[kept])
+    assert (torch.arange(4) + found["d2t"]).tolist() == kept.tolist()
+    assert json.loads((tmp_path / "config.json").read_text()) == CONFIG | {"torch_dtype": "float32"}
+
+
+def test_what_cannot_be_packed_is_refused_by_name(example: Any, tmp_path: Path) -> None:
+    pack, kept, file = example("packed_heads").pack_head, torch.tensor([1, 5]), tmp_path / "head.safetensors"
+    with pytest.raises(ValueError, match="the ids of a draft vocabulary must increase"):
+        pack(CONFIG, tensors(), torch.tensor([5, 5]), file)
+    for name in ("lm_head.weight", "d2t", "fc.weight.scales"):
+        with pytest.raises(ValueError, match=f"{name} is not a tensor of a packed head"):
+            pack(CONFIG, {name: torch.ones(2, 8)}, kept, file)
+    for tensor in (torch.ones(2, 2, 2), torch.tensor([1.0, torch.nan])):
+        with pytest.raises(ValueError, match=r"fc\.weight is not a finite vector or matrix"):
+            pack(CONFIG, {"fc.weight": tensor}, kept, file)
+    assert not file.exists()
+
+
+def test_a_packed_head_of_another_target_is_refused(example: Any, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    packed, file = example("packed_heads"), tmp_path / "head.safetensors"
+    packed.pack_head(CONFIG, tensors(), torch.tensor([1, 5]), file)
+    with pytest.raises(ValueError, match=r"belongs to a target with an LM head \[40, 8\], not \[40, 16\]"):
+        packed.unpack_head(file, torch.ones(40, 16), tmp_path)
+    save_file(tensors(), file)
+    with pytest.raises(ValueError, match="is not a packed head"):
+        packed.unpack_head(file, torch.ones(40, 8), tmp_path)
+
+
+def test_held_out_prompts_are_about_nothing_that_training_prompts_are_about(example: Any) -> None:
+    prompts = example("prompts")
+    found = [
+        *prompts.chats(),
+        *prompts.functions(three_files(prompts)),
+        *prompts.source_beginnings(three_files(prompts)),
+    ]
+    assert {prompt.domain for prompt in found} == {"chat", "code", "source"}
+    held = {prompt.about for prompt in prompts.chats() if prompts.is_held_out(prompt.about)}
+    assert 0 < len(held) < 0.2 * len({prompt.about for prompt in prompts.chats()})
+    assert not {prompt.text for prompt in found if prompt.about in held} & {
+        prompt.text for prompt in found if prompt.about not in held
+    }
+
+
+def three_files(prompts: Any) -> Any:
+    return [file for file, _ in zip(prompts.python_files(), range(3), strict=False)]
+
+
+def texts(file: Path) -> None:
+    """Write three texts of a target in the format of write_text.py, the last one held out."""
+    tokens = [np.arange(30) % 7 + 20, np.arange(18) % 5 + 20, np.arange(24) % 7 + 20]
+    np.savez(
+        file,
+        train_tokens=np.concatenate(tokens[:2]),
+        train_ends=np.array([30, 48]),
+        train_prompts=np.array([10, 4]),
+        held_out_tokens=tokens[2],
+        held_out_ends=np.array([24]),
+        held_out_prompts=np.array([6]),
+        held_out_domains=np.array(["code"]),
+    )
+
+
+def test_positions_of_prompts_and_padding_do_not_count(example: Any, tmp_path: Path) -> None:
+    texts(tmp_path / "text.npz")
+    train = example("train").Texts(tmp_path / "text.npz", "train")
+    tokens, counts = train.batch(np.array([0, 1]), torch.device("cpu"))
+    assert tokens.shape == (2, 32) and not tokens[1, 18:].any()
+    assert counts.nonzero().tolist() == [[0, at] for at in range(10, 29)] + [[1, at] for at in range(4, 17)]
+
+
+def test_heads_of_one_step_load_in_the_engine_and_keep_its_text(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = example("train")
+    texts(tmp_path / "text.npz")
+    arguments = [tiny_model("target"), tmp_path / "text.npz", tmp_path, "--max-steps", 1, "--draft-vocab", 64]
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+    train.main()
+    record = json.loads((tmp_path / "training.json").read_text())
+    assert record["steps"] == 1 and set(record["accept_length"]) == {"eagle3", "dspark"}
+    drafts: list[Draft | None] = [
+        None,
+        Eagle3(tmp_path / "eagle3", num_steps=2, topk=1),
+        DSpark(tmp_path / "dspark", topk=1),
+    ]
+    params, found = SamplingParams(max_new_tokens=6), []
+    for draft in drafts:
+        with Engine(tiny_model("target"), draft, device="cpu", dtype=torch.float32, max_len=64, num_slots=1) as engine:
+            found.append(engine.generate([list(range(20, 30))], params)[0].tokens)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.exhaustive
+def test_trained_heads_accept_as_many_drafts_as_the_trainer_expects(tmp_path: Path) -> None:
+    prompts = [
+        {"domain": "code", "split": "held_out", "prompt": tokenizer().decode(each)} for each in held_out("code")[:16]
+    ]
+    prompts += [
+        {"domain": "code", "split": "train", "prompt": tokenizer().decode(each)} for each in held_out("code")[16:]
+    ]
+    with lzma.open(tmp_path / "prompts.xz", "wt") as file:
+        file.writelines(json.dumps(prompt) + "\n" for prompt in prompts)
+    target, prompt_file, text = tiny_model("target"), tmp_path / "prompts.xz", tmp_path / "text.npz"
+    once = ["--seconds", 0, "--num-slots", 240]  # all prompts, one greedy text each
+    script("write_text", target, prompt_file, text, *once, "--new-tokens", 96, "--held-out-tokens", 64)
+    size = ["--draft-vocab", 512, "--intermediate", 384, "--batch-tokens", 1024]
+    script("train", target, text, tmp_path, "--seconds", 1e9, "--max-steps", 150, *size)
+    options = ["--num-slots", 8, "--new-tokens", 64, "--prompts-limit", 16, "--alone", 0]
+    script("evaluate", target, prompt_file, tmp_path, tmp_path / "evaluation.json", *options)
+    expected = json.loads((tmp_path / "training.json").read_text())["accept_length"]
+    drafts = json.loads((tmp_path / "evaluation.json").read_text())["drafts"]
+    for kind, name in ("eagle3", "eagle3 chain 5"), ("dspark", "dspark chain 7"):
+        found = drafts[name]["together"]
+        assert found["equal_texts"] == found["texts"] == 16
+        assert found["accept_length"]["code"] > 1.1
+        assert found["accept_length"]["code"] == pytest.approx(
+            expected[kind]["code"], rel=0.02
+        )  # a text may part at a near tie
+        tree = drafts[f"{kind} tree 16"]["together"]["accept_length"]["code"]
+        assert tree > found["accept_length"]["code"]
