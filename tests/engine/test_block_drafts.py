@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specdec_kernels.engine import (
     DFlash,
@@ -32,7 +32,8 @@ from specdec_kernels.synthetic.shapes import shape_config
 from support.block_drafters import CASES, CLASSES, Drafter, Tree, draft_of, is_same, record, write_drafter, write_target
 from support.exhaustive import thinned
 from support.random_checkpoints import random_prompts
-from support.tiny_checkpoint import Comparison, greedy_by_transformers
+from support.sampled_texts import distribution, expect_distribution
+from support.tiny_checkpoint import Comparison, accept_length, greedy_by_transformers
 
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 NODES, CANDIDATES = 12, 6
@@ -201,6 +202,26 @@ def test_drawn_blocks_give_texts_and_unions_the_target_s(name: str, target: Path
         assert [len(output.tokens) for output in drawn] == [12] * 3
     with make_engine(target, Union(draft_of(name, folder), Ngram(), num_nodes=16), adaptive=True) as engine:
         assert [output.tokens for output in engine.generate(prompts, GREEDY)] == plain
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("dspark", 2.0), ("dspark gated", 2.0), ("dspark rnn", 2.0), ("dflash", 2.0)]
+)
+def test_drawn_texts_have_the_distribution_of_the_target(name: str, temperature: float, tmp_path: Path) -> None:
+    """Chi-square of texts of a small vocabulary, of which a random drafter accepts some."""
+    vocab, prompt = 10, [3, 1, 4, 1, 5]
+    target = write_target(tmp_path / "target", vocab_size=vocab)
+    changes: dict[str, Any] = {"vocab_size": vocab, "mask_token_id": vocab - 1}
+    if name == "dflash":
+        changes = {"vocab_size": vocab, "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": vocab - 1}}
+    folder = write_drafter(tmp_path / "drafter", name, **changes)
+    params = [SamplingParams(4, ignore_eos=True, seed=seed, temperature=temperature, top_k=4) for seed in range(2000)]
+    with make_engine(target, draft_of(name, folder, topk=1, sampled=True), num_slots=50, max_len=32) as engine:
+        outputs = engine.generate([prompt] * len(params), params)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    freedom = expect_distribution(outputs, distribution(model, prompt, params[0]))
+    assert freedom > 8 and accept_length(outputs) > 1.1
 
 
 def synthetic() -> tuple[Any, SyntheticText]:

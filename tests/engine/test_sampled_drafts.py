@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import pytest
 import torch
@@ -20,8 +19,8 @@ from specdec_kernels.engine import (
     Union,
 )
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
-from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
+from support.sampled_texts import distribution, expect_distribution
 from support.tiny_checkpoint import Comparison, accept_length, greedy_by_transformers, held_out, reference_model
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
@@ -38,21 +37,6 @@ def prompts(count: int) -> list[list[int]]:
     return [prompt[:60] for prompt in held_out("code")[:count]]
 
 
-def distribution(prompt: list[int], sampling: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Of all texts that may follow the prompt."""
-    texts: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(sampling.max_new_tokens):
-        longer = {}
-        with torch.inference_mode():
-            logits = reference_model()(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -1]
-        for (text, chance), row in zip(texts.items(), logits, strict=True):
-            p = reference.filtered(row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-            for token in p.nonzero().flatten().tolist():
-                longer[(*text, token)] = chance * float(p[token])
-        texts = longer
-    return texts
-
-
 @pytest.mark.parametrize(("number", "top_k", "temperature"), [(13, 3, 1.0), (16, 4, 1.6)])
 def test_texts_have_the_distribution_of_the_target(
     device: torch.device, number: int, top_k: int, temperature: float
@@ -64,17 +48,8 @@ def test_texts_have_the_distribution_of_the_target(
         SamplingParams(4, ignore_eos=True, seed=seed, temperature=temperature, top_k=top_k) for seed in range(count)
     ]
     outputs = engine.generate([prompt] * count, params)
-    seen = Counter(tuple(output.tokens) for output in outputs)
-    want = distribution(prompt, params[0])
-    assert set(seen) <= set(want) and abs(sum(want.values()) - 1) < 1e-6
-    rare = sum(chance for chance in want.values() if chance * count < 5)
-    cells = [(seen[text], chance * count) for text, chance in want.items() if chance * count >= 5]
-    if rare * count >= 5:
-        cells.append((count - sum(n for n, _ in cells), rare * count))
-    chi_square = sum((n - expected) ** 2 / expected for n, expected in cells)
-    freedom = len(cells) - 1
+    freedom = expect_distribution(outputs, distribution(reference_model(), prompt, params[0]))
     assert freedom > 8 and accept_length(outputs) > 1.4
-    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
 
 
 @pytest.mark.parametrize(("temperature", "gain"), [(0.7, 0.2), (1.0, 0.3)])

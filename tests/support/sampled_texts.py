@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -54,3 +55,32 @@ def differing(ours: list[RequestOutput], theirs: list[RequestOutput], each: list
             assert {a.tokens[at], b.tokens[at]} <= draws, f"token {at} is {a.tokens[at]}, expected one of {draws}"
         count += 1
     return count
+
+
+def distribution(model: Any, prompt: list[int], sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Return the probabilities of all texts that may follow the prompt."""
+    texts: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(sampling.max_new_tokens):
+        longer = {}
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -1]
+        for (text, chance), row in zip(texts.items(), logits, strict=True):
+            p = reference.filtered(row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+            for token in p.nonzero().flatten().tolist():
+                longer[(*text, token)] = chance * float(p[token])
+        texts = longer
+    return texts
+
+
+def expect_distribution(outputs: list[RequestOutput], want: dict[tuple[int, ...], float]) -> int:
+    """Require texts of this distribution by their chi-square, rare ones together; return the degrees of freedom."""
+    count, seen = len(outputs), Counter(tuple(output.tokens) for output in outputs)
+    assert set(seen) <= set(want) and abs(sum(want.values()) - 1) < 1e-5
+    rare = sum(chance for chance in want.values() if chance * count < 5)
+    cells = [(seen[text], chance * count) for text, chance in want.items() if chance * count >= 5]
+    if rare * count >= 5:
+        cells.append((count - sum(n for n, _ in cells), rare * count))
+    chi_square = sum((n - expected) ** 2 / expected for n, expected in cells)
+    freedom = len(cells) - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5, (chi_square, freedom)
+    return freedom
