@@ -1,24 +1,24 @@
 """Train an EAGLE-3 and a DSpark head: prompts, the target's own text, training, evaluation.
 
-    python examples/train_head/run.py smollm2 OUT        # on a GPU, about 9 minutes
+    python examples/train_head/run.py smollm2 OUT        # on a GPU
     python examples/train_head/run.py tiny OUT --toy     # on a CPU, to see that all works
 
 The target is a folder in the format of transformers, "smollm2" (the extra's model) or "tiny" (the packaged one).
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
+
+from transformers import AutoTokenizer
 
 from specdec_kernels.smollm2 import model_path
 from specdec_kernels.tiny import tiny_model
 
 HERE = Path(__file__).parent
 
-# Options of the scripts.
-FULL: dict[str, list[str]] = {"prompts": [], "write_text": [], "train": [], "evaluate": []}
+# Options of the scripts with --toy.
 TOY = {
     "prompts": ["--max-files", "100", "--train", "400", "--held-out", "24"],
     "write_text": ["--seconds", "40", "--num-slots", "32", "--new-tokens", "96", "--held-out-tokens", "64"],
@@ -33,17 +33,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--toy", action="store_true", help="little text and short training, for a CPU")
     parser.add_argument("--books", type=Path, nargs="*", default=[], help="plain texts for tasks about passages")
-    parser.add_argument("--train-seconds", type=float, help="of training, instead of the scale's")
+    parser.add_argument("--train-seconds", type=float, help="of training (default: 240, with --toy 300)")
     args = parser.parse_args()
-    target, options = (
-        tiny_model("target") if args.target == "tiny" else model_path(args.target),
-        TOY if args.toy else FULL,
-    )
+    target = tiny_model("target") if args.target == "tiny" else model_path(args.target)
     args.out.mkdir(parents=True, exist_ok=True)
     prompts, text = args.out / "prompts.jsonl.xz", args.out / "text.npz"
-    chats = (Path(target) / "chat_template.jinja").exists() or "chat_template" in json.loads(
-        (Path(target) / "tokenizer_config.json").read_text()
-    )
+    chats = AutoTokenizer.from_pretrained(target).chat_template is not None
     steps = {
         "prompts": [
             prompts,
@@ -58,7 +53,7 @@ def main() -> None:
     }
     for script, arguments in steps.items():
         more = ["--seconds", args.train_seconds] if script == "train" and args.train_seconds else []
-        command = [sys.executable, HERE / f"{script}.py", *arguments, *options[script], *more]
+        command = [sys.executable, HERE / f"{script}.py", *arguments, *(TOY[script] if args.toy else []), *more]
         subprocess.run([str(part) for part in command], check=True)
 
 
