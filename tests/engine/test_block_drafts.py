@@ -209,7 +209,7 @@ def test_drawn_blocks_give_texts_and_unions_the_target_s(name: str, target: Path
     ("name", "temperature"), [("dspark", 2.0), ("dspark gated", 2.0), ("dspark rnn", 2.0), ("dflash", 2.0)]
 )
 def test_drawn_texts_have_the_distribution_of_the_target(name: str, temperature: float, tmp_path: Path) -> None:
-    """Chi-square of texts of a small vocabulary, of which a random drafter accepts some."""
+    """Chi-square of texts of a small vocabulary: a random drafter has some of its tokens accepted."""
     vocab, prompt = 10, [3, 1, 4, 1, 5]
     target = write_target(tmp_path / "target", vocab_size=vocab)
     changes: dict[str, Any] = {"vocab_size": vocab, "mask_token_id": vocab - 1}
