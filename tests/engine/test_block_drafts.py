@@ -81,12 +81,17 @@ def test_chain_of_a_serial_head_is_the_best_token_after_each(target: Path, tmp_p
     folder = write_drafter(tmp_path / "drafter", "dspark")
     formula, prompts = Drafter(target, folder), random_prompts(2)
     draft = DSpark(folder, topk=1, num_candidates=64)
-    with make_engine(target, draft) as engine, patched() as patch:
+    with make_engine(target, draft, batch_invariant=True) as engine, patched() as patch:
         drafted = record(engine, patch)
         wholes = [p + o.tokens for p, o in zip(prompts, engine.generate(prompts, GREEDY), strict=True)]
     for length, tree in drafted[::4]:
         chains = [formula.chain(whole[: length + 1]) for whole in wholes if length < len(whole)]
-        assert list(max(tree, key=len)) in chains and len(tree) == formula.depth
+        chain = list(max(tree, key=len))
+        assert chain in chains and len(tree) == formula.depth
+        # Its scores are the confidence head's.
+        texts = [whole[: length + 1] for whole in wholes if length < len(whole)]
+        want = formula.confidences(texts[chains.index(chain)])
+        assert sorted(tree.values(), reverse=True) == pytest.approx(want, abs=2e-3)
 
 
 @pytest.mark.parametrize(

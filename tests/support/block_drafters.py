@@ -305,6 +305,15 @@ class Drafter:
         return self.linear("markov_head.markov_w2", embedded), state
 
     @torch.inference_mode()
+    def confidences(self, text: Sequence[int]) -> list[float]:
+        """Return log P of the tokens of a chain, each given those before it."""
+        before = [text[-1], *self.chain(text)[:-1]]
+        embedded = self.tensors["markov_head.markov_w1.weight"][before]
+        rows = self.linear("confidence_head.proj", torch.cat([self.states(text), embedded], -1))
+        sums: list[float] = functional.logsigmoid(rows[:, 0]).cumsum(0).tolist()
+        return sums
+
+    @torch.inference_mode()
     def tree(self, text: Sequence[int], num_candidates: int, top_k: int) -> dict[tuple[int, ...], float]:
         """Return the best paths after a text with their scores, by the reference of `expand_trellis`."""
         states = self.states(text)

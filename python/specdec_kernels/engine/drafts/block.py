@@ -172,15 +172,22 @@ class BlockDraft(CalibratedDraft):
             return self._chain(slots, roots, states, logits, budget.num_nodes)
         best = select_topk(logits.flatten(0, 1), self._top_k)
         ids, logprobs = (part.view(len(slots), depth, -1) for part in best)
+        by_confidence = self.topk == 1 and module.has_confidence
         candidates = expand_trellis(
             ids,
             logprobs,
             budget.num_nodes - 1,
             **module.transitions(states, ids, roots)._asdict(),
             id_map=module.id_map,
-            calibration=self.calibration_table,
+            calibration=None if by_confidence else self.calibration_table,
             width=self.topk or 256,
         )
+        if by_confidence:  # the same chain, with scores of the head that estimates its acceptance
+            tokens = candidates.tokens[:, :depth].contiguous()
+            sure = module.confidence(states, roots, tokens)[..., None]
+            candidates = expand_trellis(
+                tokens[..., None], sure, budget.num_nodes - 1, calibration=self.calibration_table
+            )
         return Proposal(candidates)
 
     def _chain(self, slots: Tensor, roots: Tensor, states: Tensor, logits: Tensor, num_nodes: int) -> Proposal:

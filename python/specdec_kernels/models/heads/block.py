@@ -245,6 +245,7 @@ class BlockParts(NamedTuple):
     head: LMHead
     markov: Markov | None
     selector: Selector | None
+    confidence: Linear | None
 
 
 # --- heads
@@ -346,6 +347,7 @@ class BlockHead(DraftHead):
             head=LMHead(linear_of(self.lm_head), unless_one(self.block.logit_scale), self.block.soft_cap),
             markov=None if markov is None else markov_of(self.block.markov, markov),
             selector=None if selector is None else selector_of(selector),
+            confidence=None if self.confidence_head is None else linear_of(self.confidence_head.proj),
         )
 
     def _layer(self, index: int, module: Any, heads: HeadLayout) -> Layer:
@@ -418,6 +420,23 @@ class BlockHead(DraftHead):
     def markov(self) -> Markov | None:
         """The serial head; None: positions are predicted by themselves."""
         return self._parts.markov
+
+    @property
+    def has_confidence(self) -> bool:
+        return self._parts.confidence is not None
+
+    def confidence(self, states: Tensor, roots: Tensor, tokens: Tensor) -> Tensor:
+        """Return log P(token d of a chain is accepted, given that those before are) [B, D].
+
+        It depends on the tokens before d, of the chain `tokens` [B, D] after `roots` [B], and not on token d.
+        """
+        confidence, markov = self._parts.confidence, self._parts.markov
+        assert confidence is not None and markov is not None
+        rows = [states]
+        if self.block.with_markov:
+            before = torch.cat([roots[:, None], tokens[:, :-1]], 1)
+            rows.append(markov.w1[before.long()])
+        return nn.functional.logsigmoid(confidence(torch.cat(rows, -1).flatten(0, 1)).float()).view(tokens.shape)
 
     def transitions(self, states: Tensor, ids: Tensor, roots: Tensor) -> Transitions:
         """Return how candidates `ids` [B, D, K], draft ids, go together, for states [B, D, H] and roots [B]."""
