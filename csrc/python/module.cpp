@@ -59,6 +59,7 @@ PYBIND11_MODULE(_C_of_main_interpreter, m, pybind11::mod_gil_not_used()) {
   add_recurrent(m);
   add_round(m);
   add_compat(m);
+  add_parallel(m);
   add_ngram_index(m);
   add_replay(m);  // before the scheduler, whose constructor takes a channel
   add_scheduler(m);

@@ -15,6 +15,7 @@ void add_kv(pybind11::module_& m);
 void add_recurrent(pybind11::module_& m);
 void add_round(pybind11::module_& m);
 void add_compat(pybind11::module_& m);
+void add_parallel(pybind11::module_& m);
 void add_ngram_index(pybind11::module_& m);
 void add_scheduler(pybind11::module_& m);
 void add_replay(pybind11::module_& m);

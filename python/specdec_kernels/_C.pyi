@@ -784,6 +784,26 @@ def move_accept_tokens(
     accept_index: Tensor,
     num_correct_drafts: Tensor,
 ) -> None: ...
+def all_reduce(
+    stream: int | None, x: Tensor, buffers: Tensor, state: Tensor, rank: int, capacity: int, timeout: float, out: Tensor
+) -> None: ...
+def all_gather(
+    stream: int | None, x: Tensor, buffers: Tensor, state: Tensor, rank: int, capacity: int, timeout: float, out: Tensor
+) -> None: ...
+def all_reduce_add_rms_norm(
+    stream: int | None,
+    x: Tensor,
+    buffers: Tensor,
+    state: Tensor,
+    rank: int,
+    capacity: int,
+    timeout: float,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    out_sum: Tensor,
+    out: Tensor,
+) -> None: ...
 def noop1(stream: int | None, a: Tensor) -> int: ...
 def noop4(stream: int | None, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> int: ...
 def noop8(

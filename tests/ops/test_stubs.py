@@ -119,10 +119,14 @@ def test_compat_op_has_its_name_in_csrc_and_tests() -> None:
 
 # Ops that pass records between host and device: private to the engine.
 RING_OPS = ("apply_commands", "publish_results")
+# Ops over the memory that ranks share: private to `specdec_kernels.parallel`.
+RANK_OPS = ("all_reduce", "all_gather", "all_reduce_add_rms_norm")
 
 
-def test_ring_ops_are_private() -> None:
-    assert not {*RING_OPS} & {*public_ops(), *specdec_kernels.__all__}
+def test_ring_and_rank_ops_are_private() -> None:
+    assert not {*RING_OPS, *RANK_OPS} & {*public_ops(), *specdec_kernels.__all__}
+    for op in RANK_OPS:
+        assert f"void {op}(CallStream " in (ROOT / "csrc" / "parallel" / "all_reduce.h").read_text()
     for op in RING_OPS:
         assert f"void {op}(CallStream " in (ROOT / "csrc" / "round" / f"{op}.h").read_text()
 
@@ -139,7 +143,7 @@ def test_compiled_functions_all_have_a_known_purpose() -> None:
         "mla_variants",
         "current_gpu",
     }  # of sizes
-    ops_and_sizes -= {*RING_OPS, "command_words", "result_words"}
+    ops_and_sizes -= {*RING_OPS, *RANK_OPS, "command_words", "result_words"}
     assert {name for name in ops_and_sizes if native_halves(name)} == {op for op in public_ops() if native_halves(op)}
     assert {name.removesuffix("_workspace").removesuffix("_plan") for name in ops_and_sizes} <= set(public_ops())
 

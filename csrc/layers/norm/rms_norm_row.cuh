@@ -63,8 +63,9 @@ __device__ __forceinline__ float block_max(float x) {
   return lanes_max<kWarp>(threadIdx.x % kWarp < blockDim.x / kWarp ? warp_maxima[threadIdx.x % kWarp] : 0);
 }
 
-// Normalize one row; the first statement of a kernel. find() returns the block's RmsNormRow and is called once previous
-// kernels have finished. A thread keeps kPacksPerThread packs; packs of longer rows are read twice.
+// Normalize one row; the first statement of a kernel. find() returns the block's RmsNormRow, or what has its fields,
+// and is called once previous kernels have finished. A thread keeps kPacksPerThread packs; packs of longer rows are
+// read twice.
 template <class T, int N, int kPacksPerThread, bool kQuantized = false, bool kCombine = false, class Find>
 __device__ __forceinline__ void rms_norm_row(const Pack<T, N>* weight, int width, float eps, Find&& find,
                                              const QuantizedRow& quantized = {}) {
@@ -80,7 +81,7 @@ __device__ __forceinline__ void rms_norm_row(const Pack<T, N>* weight, int width
   };
   for_each_held([&](int h, int i) { weights[h] = weight[i]; });
   begin_kernel();
-  const RmsNormRow<P> row = find();
+  const auto row = find();
 
   // Add and round to T: the sum is normalized as it is stored.
   const auto add = [](P& value, const P& more) {

@@ -1,0 +1,176 @@
+"""Exchanges among ranks: sums in the order of ranks, fused norms with the bits of add_rms_norm, and waits that end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import specdec_kernels as sd
+from specdec_kernels import _C
+from specdec_kernels.models.layers.norm import RMSNorm
+from specdec_kernels.models.layers.reduction import LocalReduction
+from specdec_kernels.parallel.symmetric import Exchange, SymmetricReduction, buffer_words, clear
+
+CAPACITY = 64
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def part(rank: int, call: int, dtype: torch.dtype) -> Tensor:
+    """Return a rank's x of a call. Sizes change from call to call, and some elements are negative zeros."""
+    generator = torch.Generator().manual_seed(100 * call + rank)
+    rows, width = [(3, 16), (1, 64), (2, 8), (5, 32)][call % 4]
+    x = torch.randn(rows, width, generator=generator) * 10**rank
+    return torch.where(torch.rand(x.shape, generator=generator) < 0.3, -0.0, x).to(dtype)
+
+
+def total(size: int, call: int, dtype: torch.dtype) -> Tensor:
+    first, *others = (part(rank, call, dtype).float() for rank in range(size))
+    for other in others:
+        first = first + other
+    return first.to(dtype)
+
+
+def check_rank(rank: int, size: int, reduction: SymmetricReduction) -> None:
+    """Compare the results of many calls with sums made here, bit for bit."""
+    for call in range(12):
+        dtype = DTYPES[call % 3]
+        x, want = part(rank, call, dtype), total(size, call, dtype)
+        if call % 4 == 3:
+            assert torch.equal(reduction.gather(x), torch.cat([part(r, call, dtype) for r in range(size)], -1))
+            continue
+        if call % 4 == 2:
+            assert torch.equal(reduction.sum(x), want)
+            continue
+        weight, residual = torch.linspace(-1, 2, x.shape[1]).to(dtype), None if call % 2 else want.flip(0).clone()
+        rows, sums = reduction.add_norm(RMSNorm(weight, 1e-5), x, residual, None)
+        expected = sd.add_rms_norm(want, weight, 1e-5, residual=None if residual is None else want.flip(0))
+        assert torch.equal(rows, expected[0]) and torch.equal(sums, expected[1])
+    assert not reduction.timed_out
+
+
+def on_ranks(size: int, run: Callable[[int, SymmetricReduction], None]) -> list[int]:
+    """Run a function in a process for each rank, with buffers that all of them map; return their exit codes."""
+    words = buffer_words(size, CAPACITY)
+    memory = torch.frombuffer(mmap.mmap(-1, size * words * 4), dtype=torch.int32).view(size, words)
+    clear(memory)
+    processes = []
+    for rank in range(size):
+        process = os.fork()
+        if process == 0:
+            code = 1
+            try:
+                exchange = Exchange.over(rank, [buffer.data_ptr() for buffer in memory], CAPACITY, CPU, memory)
+                other = LocalReduction()
+                other.size = size
+                run(rank, SymmetricReduction(other, exchange, captured_only=False))
+                code = 0
+            finally:
+                os._exit(code)
+        processes.append(process)
+    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_get_the_bits_of_a_sum_in_their_order(size: int) -> None:
+    assert on_ranks(size, lambda rank, reduction: check_rank(rank, size, reduction)) == [0] * size
+
+
+def test_a_wait_for_a_rank_that_has_ended_sets_the_alarm_and_ends() -> None:
+    def run(rank: int, reduction: SymmetricReduction) -> None:
+        if rank == 1:
+            return
+        reduction.exchange.timeout = 0.02
+        x = torch.ones(2, 8)
+        assert torch.equal(reduction.sum(x.clone()), x)
+        assert reduction.timed_out
+        reduction.exchange.timeout = 3600.0
+        assert torch.equal(reduction.sum(x.clone()), x)  # at once
+
+    assert on_ranks(2, run) == [0, 0]
+
+
+def test_tensors_that_do_not_fit_go_to_the_other_reduction() -> None:
+    class Other(LocalReduction):
+        def sum(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    exchange = Exchange.over(0, [0, 0], CAPACITY, CPU, None)
+    for x in (torch.zeros(2, 3), torch.zeros(CAPACITY + 1, 4), torch.zeros(0, 4), torch.zeros(2, 4, dtype=torch.int32)):
+        assert torch.equal(SymmetricReduction(Other(), exchange, captured_only=False).sum(x), x + 1)
+    x = torch.zeros(2, 4)
+    assert torch.equal(SymmetricReduction(Other(), exchange).sum(x), x + 1)  # nothing is captured
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 2}, "all_reduce: rank is 2, expected 0 to 1"),
+        ({"x": torch.zeros(2, 3)}, "all_reduce: x has rows of 12 bytes, expected a multiple of 16"),
+        ({"capacity": 1}, "all_reduce: rows * packs is 2, expected 0 to 1"),
+        ({"timeout": 0.0}, "all_reduce: timeout is 0.000000, expected above 0 and at most 3600"),
+        ({"buffers": torch.zeros(1, dtype=torch.int64)}, "all_reduce: size is 1, expected 2 to 8"),
+        ({"state": torch.zeros(7, dtype=torch.int32)}, "all_reduce: state has shape [7], expected [8]"),
+    ],
+)
+def test_all_reduce_error_messages(change: dict[str, object], message: str) -> None:
+    x = torch.zeros(2, 4)
+    arguments = {"x": x, "buffers": torch.zeros(2, dtype=torch.int64), "state": torch.zeros(8, dtype=torch.int32)}
+    arguments |= {"rank": 0, "capacity": CAPACITY, "timeout": 1.0, "out": x} | change  # type: ignore[assignment]
+    with pytest.raises(ValueError) as error:
+        _C.all_reduce(None, *arguments.values())  # type: ignore[call-arg]
+    assert str(error.value) == message
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_streams_of_one_gpu_as_ranks_get_the_bits_of_add_rms_norm(size: int, dtype: torch.dtype) -> None:
+    """Each rank has a stream and a graph of 7 calls of several sizes, replayed 3 times."""
+    device, capacity = torch.device("cuda"), 4096
+    memory = torch.empty(size, buffer_words(size, capacity), dtype=torch.int32, device=device)
+    clear(memory)
+    shapes = [(1, 64), (4, 4096), (16, 512), (2, 2048), (1, 4096), (3, 1024), (2, 64)]
+    parts = [[torch.randn(shape, device=device).to(dtype) for shape in shapes] for _ in range(size)]
+    wants = []
+    for each in zip(*parts, strict=True):
+        sums = torch.zeros_like(each[0], dtype=torch.float32)
+        for x in each:
+            sums = sums + x.float()
+        wants.append(sums.to(dtype))
+    residuals = [torch.randn_like(want) for want in wants]
+    weights = [torch.randn(want.shape[1], device=device).to(dtype) for want in wants]
+    graphs, outs, reductions = [], [], []
+    for rank in range(size):
+        exchange = Exchange.over(rank, [buffer.data_ptr() for buffer in memory], capacity, device, memory)
+        other = LocalReduction()
+        other.size = size
+        reductions.append(SymmetricReduction(other, exchange))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            results = []
+            for x, weight, residual in zip(parts[rank], weights, residuals, strict=True):
+                norm = RMSNorm(weight, 1e-6)
+                results.append(reductions[-1].add_norm(norm, x, residual, torch.empty_like(x)))
+                results.append((reductions[-1].sum(x.clone()), reductions[-1].gather(x)))
+        graphs.append(graph)
+        outs.append(results)
+    streams = [torch.cuda.Stream() for _ in range(size)]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for results, reduction in zip(outs, reductions, strict=True):
+        assert not reduction.timed_out
+        for i, want in enumerate(wants):
+            rows, sums = sd.add_rms_norm(want, weights[i], 1e-6, residual=residuals[i])
+            assert torch.equal(results[2 * i][0], rows) and torch.equal(results[2 * i][1], sums)
+            assert torch.equal(results[2 * i + 1][0], want)
+            assert torch.equal(results[2 * i + 1][1], torch.cat([each[i] for each in parts], -1))
