@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels import cli
-from specdec_kernels.cli.near_tie import difference, difference_at, likeliest
+from specdec_kernels.cli.near_tie import difference, difference_at, difference_of_ranks, likeliest
 from specdec_kernels.engine import Engine, RequestOutput, SamplingParams
 from specdec_kernels.engine.grammars import Matcher, NewMatcher
 from specdec_kernels.reference.verify import filtered, uniform
@@ -96,6 +96,30 @@ def test_difference_of_sampled_tokens_has_no_margin() -> None:
         end = float(p.cumsum(0)[token])
         assert end - float(p[token]) - 1e-4 <= uniform(5, len(prompt) + at) <= end + 1e-4
     assert sum(margin > 0.01 for margin in margins) > 12
+
+
+@pytest.mark.parametrize("at", [0, 7])
+def test_difference_of_ranks_is_that_of_a_whole_target(at: int) -> None:
+    prompt = held_out("code")[0]
+    with Engine(tiny_model("target"), max_len=256, device="cpu", dtype=torch.float32) as engine:
+        text = engine.generate([prompt], SamplingParams(12, ignore_eos=True))[0].tokens
+        params = SamplingParams(at + 1, ignore_eos=True, generated_token_ids=text[:at], logprobs=20)
+        logprobs = engine.generate([prompt], params)[0].logprobs
+        assert logprobs is not None
+        listed = [token for token, _ in logprobs[0].top]
+        unlisted = next(token for token in range(100) if token not in listed)
+        for other in (*listed[1:4], unlisted):
+            texts = text, [*text[:at], other, *text[at + 1 :]]
+            want = difference(engine.target.model, prompt, texts, GREEDY)
+            got = difference_of_ranks(engine, prompt, texts, GREEDY)
+            assert want is not None and got is not None and (got.at, got.limit) == (want.at, want.limit) == (at, 1e-3)
+            assert got.margin == (math.inf if other == unlisted else pytest.approx(want.margin, abs=1e-4))
+        assert difference_of_ranks(engine, prompt, (text, text), GREEDY) is None
+        assert difference_of_ranks(engine, prompt, (text, text[:5]), GREEDY) == difference(
+            engine.target.model, prompt, (text, text[:5]), GREEDY
+        )
+        with pytest.raises(ValueError, match=f"sampled texts differ from token {at} on, and ranks with parts"):
+            difference_of_ranks(engine, prompt, texts, SamplingParams(temperature=1.0, seed=1))
 
 
 def test_generate_reports_a_difference_that_is_an_error(

@@ -152,7 +152,7 @@ def compare(args: argparse.Namespace) -> int:
     """Generate with and without drafts; return 1 if speculation changed the text without a near-tie, else 0."""
     from rich.console import Console
 
-    from .near_tie import difference
+    from .near_tie import difference, difference_of_ranks
 
     console = Console(highlight=False)
     read_words(args)
@@ -168,7 +168,10 @@ def compare(args: argparse.Namespace) -> int:
     theirs = args.compare_transformers and sampling.temperature == 0 and by_transformers(engine, model, plain.output)
     print_table(console, [first, plain, *([theirs] if theirs else [])], sampling)
     texts = first.output.tokens, plain.output.tokens
-    parted = difference(engine.target.model, plain.output.prompt_tokens, texts, sampling)
+    if (args.tp or 1) > 1:
+        parted = difference_of_ranks(engine, plain.output.prompt_tokens, texts, sampling)
+    else:
+        parted = difference(engine.target.model, plain.output.prompt_tokens, texts, sampling)
     print_comparison(console, first, plain, parted)
     if theirs:
         console.print(f"It was {theirs.seconds / first.seconds:.2f} times as fast as transformers' generate.")

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..engine import SamplingParams
+from ..engine import Engine, SamplingParams
 from ..engine.grammars import Matcher
+from ..engine.params import MAX_LOGPROBS
 from ..ops import edit_logits, make_logit_edits
 from ..reference.verify import uniform
 
@@ -62,6 +63,37 @@ def difference(
         tokens = torch.tensor([prompt + first[:at]], device=model.device)
         logits = model(tokens, logits_to_keep=1).logits[0, -1]
     return difference_at(at, logits, prompt, texts, sampling, roundoff)
+
+
+def difference_of_ranks(
+    engine: Engine, prompt: list[int], texts: tuple[list[int], list[int]], sampling: SamplingParams
+) -> Difference | None:
+    """Return the first difference between two greedy texts of a prompt, None if they are equal.
+
+    Ranks hold parts of the target, so the engine says the log-probabilities of the most likely tokens. The margin of a
+    token that is none of them is infinite.
+
+    Raises:
+        ValueError: sampled texts that differ, whose margin takes the probabilities of all tokens.
+    """
+    first, second = texts
+    if first == second:
+        return None
+    at = parting(texts)
+    roundoff = ROUNDOFF[engine.config.dtype]
+    if at == min(map(len, texts)):  # one of them is a prefix of the other
+        return Difference(at, math.inf, roundoff)
+    if sampling.temperature > 0:
+        raise ValueError(
+            f"sampled texts differ from token {at} on, and ranks with parts of the target cannot tell whether it is a "
+            "near-tie, expected --temperature 0 or one rank"
+        )
+    params = replace(sampling, max_new_tokens=at + 1, generated_token_ids=first[:at], logprobs=MAX_LOGPROBS)
+    (output,) = engine.generate([prompt], params)
+    assert output.logprobs is not None
+    top = dict(output.logprobs[0].top)
+    margin = max(top.values()) - min(top.get(text[at], -math.inf) for text in texts)
+    return Difference(at, margin, roundoff)
 
 
 def parting(texts: tuple[list[int], list[int]]) -> int:
