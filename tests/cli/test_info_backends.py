@@ -13,14 +13,22 @@ from torch import Tensor
 from specdec_kernels.cli import main
 from specdec_kernels.engine import DFlash, Engine
 from specdec_kernels.engine.drafts.composition import pools_of
+from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.backends.select import BackendSummary, open_language_model, summarize_backend
+from specdec_kernels.models.backends.share import share_of
 from specdec_kernels.models.layers.mlp import GatedMLP
 from specdec_kernels.models.layers.moe import Fp8Experts, MoE
 from specdec_kernels.models.layers.quantized import Fp8Weight, Int4Weight
 from specdec_kernels.models.options import ModelOptions
+from specdec_kernels.models.shard import Shard
 from specdec_kernels.models.state_cache import StateCache
 from support.block_drafters import write_drafter, write_target
+from support.divided_models import options as divided_options
+from support.family_cases import random_module
+from support.hybrid_cases import HYBRIDS, hybrid_module
+from support.latent_cases import LATENT, latent_module
 from support.quantized_checkpoints import EXPERTS, write_model
+from support.thread_reduction import ThreadReduction
 from support.tiny_random_models import NATIVE, WINDOW, tiny_model
 
 
@@ -143,3 +151,35 @@ def test_info_agrees_on_the_dtype_of_dense_parts(tmp_path: Path) -> None:
     for layer in target.decoder.layers:
         assert isinstance(layer.feed_forward, GatedMLP)
         assert isinstance(layer.mixer.qkv.weight, Tensor)
+
+
+@pytest.mark.parametrize("case", ["olmo2 32", "qwen3_moe", "qwen3_next", "deepseek_v3"])
+def test_info_counts_what_a_rank_holds(case: str, tmp_path: Path) -> None:
+    module = hybrid_module(case) if case in HYBRIDS else latent_module(case) if case in LATENT else random_module(case)
+    module.save_pretrained(tmp_path)
+    for size in (1, 2):
+        share = share_of(tmp_path, size)
+        options = divided_options(shard=Shard(0, size), reduction=ThreadReduction(size))
+        lm = CausalLM(tmp_path, options)
+        parameters = {p.data_ptr(): p for p in lm.model.parameters()}  # a tied head has rows of the embedding
+        assert share.weights == sum(p.nbytes for p in parameters.values())
+        assert lm.pools.num_bytes == 4 * share.kv_elements * 8 * 4
+        specs = lm.states.specs if lm.states is not None else []
+        assert share.state == sum(spec.nbytes for spec in specs)
+        assert share.tokens(share.weights + 100 * share.kv_elements, 2) == 50
+
+
+def test_info_says_what_each_of_several_gpus_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path, "qwen3_next")
+    assert main(["info", str(folder), "--tp", "2", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["ranks"] == 2 and " GB of " in facts["rank_weights"]
+    assert facts["rank_kv"].startswith("512 bytes for each token in 16 bits of 1024")
+    assert " MB a request or a snapshot" in facts["rank_states"]
+    assert main(["info", str(folder), "--tp", "3"]) == 2
+    assert "is 4, expected a multiple of 3 (ranks)" in capsys.readouterr().err
+    assert main(["info", "--tp", "2"]) == 2
+    assert capsys.readouterr().err == "specdec info: --tp is given, expected a model too\n"
+    quantized = write_model(tmp_path / "quantized", "gptq", "qwen3")[0]
+    assert main(["info", str(quantized), "--tp", "2"]) == 0
+    assert "not known from the config of a quantized checkpoint" in capsys.readouterr().out

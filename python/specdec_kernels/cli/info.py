@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..smollm2 import model_path
-from .arguments import add_model, model_of
+from .arguments import add_model, at_least, model_of
 from .optional_dependencies import require
 from .table import print_table
 
@@ -38,6 +38,9 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="PATH",
         help="draft of the model, whose config alone is read: show what an engine keeps for it",
     )
+    parser.add_argument(
+        "--tp", type=at_least(1), metavar="N", help="show what each of N GPUs holds if the model is divided among them"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -51,10 +54,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"specdec info: {error}", file=sys.stderr)
         return 2
     if model:
-        return run_model(str(model), args.json, args.speculative_draft_model_path)
-    if args.speculative_draft_model_path is not None:
-        print("specdec info: --speculative-draft-model-path is given, expected a model too", file=sys.stderr)
-        return 2
+        return run_model(str(model), args.json, args.speculative_draft_model_path, args.tp)
+    for flag, value in (("--speculative-draft-model-path", args.speculative_draft_model_path), ("--tp", args.tp)):
+        if value is not None:
+            print(f"specdec info: {flag} is given, expected a model too", file=sys.stderr)
+            return 2
     facts = collect()
     if args.json:
         print(json.dumps(facts, indent=2))
@@ -63,13 +67,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_model(model: str, as_json: bool, draft: str | None = None) -> int:
-    """Print how a model would run, and what its draft takes; return 2 if one of them is refused, else 0."""
+def run_model(model: str, as_json: bool, draft: str | None = None, tp: int | None = None) -> int:
+    """Print how a model would run, and what its draft and a rank take; return 2 if one is refused, else 0."""
     if not require("info MODEL", "engine", ["torch", "transformers", "safetensors"]):
         return 1
     facts = model_facts(model)
     if draft is not None and not facts["refused"]:
         facts |= draft_facts(model, draft)
+    if tp is not None and not facts["refused"]:
+        facts |= rank_facts(model, tp)
     if as_json:
         print(json.dumps(facts, indent=2))
     elif facts["refused"]:
@@ -120,6 +126,34 @@ def draft_facts(model: str, path: str) -> dict[str, Any]:
     return {
         "draft": f"{algorithm}, at most {needs.accept_width - 1} tokens on a path and {needs.num_nodes} nodes",
         "draft_kv": f"{2 * elements} bytes for each token in 16 bits, {elements} in 8; {rows}",
+    }
+
+
+def rank_facts(model: str, tp: int) -> dict[str, Any]:
+    """Return what each of `tp` ranks holds of the model of a folder or hub id, as far as its config tells."""
+    import torch
+
+    from ..models.backends.share import share_of
+
+    try:
+        whole, one = share_of(model, 1), share_of(model, tp)
+    except (OSError, ValueError) as error:
+        return {"refused": str(error)}
+    weights = "not known from the config of a quantized checkpoint"
+    if one.weights is not None and whole.weights is not None:
+        weights = f"{one.weights / 1e9:.3g} GB of {whole.weights / 1e9:.3g} GB"
+    state = f"{one.state / 1e6:.1f} MB a request or a snapshot, and {one.state_of_node / 1e6:.2f} MB for each node"
+    fits = None
+    if torch.cuda.is_available():
+        memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+        tokens = one.tokens(memory, 2)
+        fits = tokens and f"KV of {tokens} tokens in 16 bits on {memory / 1e9:.0f} GB, without all else"
+    return {
+        "ranks": tp,
+        "rank_weights": weights,
+        "rank_kv": f"{2 * one.kv_elements} bytes for each token in 16 bits of {2 * whole.kv_elements}, half in 8",
+        "rank_states": state if one.state else None,
+        "rank_fits": fits,
     }
 
 

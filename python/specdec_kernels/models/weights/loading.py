@@ -110,6 +110,20 @@ def make_ordinary(model: nn.Module) -> None:
                 setattr(module, name, made[parameter])
 
 
+def auto_class(config: Any, source: str | Path, name: str) -> Any:
+    """Return the class of transformers that loads models of a whole config.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    raise ValueError(
+        f"{name}: {source} has model_type {config.model_type!r}, expected a causal language model of transformers"
+    )
+
+
 def from_folder(
     source: str | Path,
     dtype: torch.dtype,
@@ -124,12 +138,7 @@ def from_folder(
     if (Path(source) / "generation_config.json").exists():
         GenerationConfig.from_pretrained(str(source))  # from_pretrained drops a broken one, and its stop tokens
     config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    kinds: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    kind = next((kind for kind in kinds if type(config) in kind._model_mapping), None)
-    if kind is None:
-        raise ValueError(
-            f"{name}: {source} has model_type {config.model_type!r}, expected a causal language model of transformers"
-        )
+    kind = auto_class(config, source, name)
     values, _ = PretrainedConfig.get_config_dict(str(source))
     scheme = scheme_in(values, f"{name}: {source}")
     num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
