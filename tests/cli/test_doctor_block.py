@@ -94,7 +94,7 @@ def diagnosed(
 
 def test_changes_are_configs_that_load(target: Path, tmp_path: Path) -> None:
     (tmp_path / "copies").mkdir()
-    inputs = {"mask", "feature layers", "block size", "anchor", "mask token", "position offset", "norm"}
+    inputs = {"mask", "feature layers", "block size", "anchor", "mask token", "position offset", "RoPE", "norm"}
     for name, more in (("dspark", {"Markov head"}), ("jetspec", set[str]()), ("dflash2", set[str]())):
         folder = drafter(target, tmp_path / name, name)
         config = config_of(target)
@@ -126,6 +126,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "feature layers": ("dspark", {"target_layer_ids": [-1, 0, 1]}, "0, 1, 2 (one higher)"),
     "block size": ("dspark", {"block_size": 4}, "5 rows"),
+    "RoPE": ("dspark neighbors", {"rope_is_neox_style": True}, "interleaved pairs"),
     "mask token": ("dspark", {"mask_token_id": MASK - 1}, f"{MASK} (a neighbor)"),
 }
 

@@ -77,8 +77,10 @@ def test_texts_are_the_target_s_and_trees_the_formula_s(name: str, target: Path,
 patched = pytest.MonkeyPatch.context
 
 
-def test_chain_of_a_serial_head_is_the_best_token_after_each(target: Path, tmp_path: Path) -> None:
-    folder = write_drafter(tmp_path / "drafter", "dspark")
+@pytest.mark.parametrize("name", ["dspark", "dspark neighbors"])
+def test_chain_of_a_serial_head_is_the_best_token_after_each(name: str, target: Path, tmp_path: Path) -> None:
+    """The confidence head reads the Markov embedding in one of them, and states alone in the other."""
+    folder = write_drafter(tmp_path / "drafter", name)
     formula, prompts = Drafter(target, folder), random_prompts(2)
     draft = DSpark(folder, topk=1, num_candidates=64)
     with make_engine(target, draft, batch_invariant=True) as engine, patched() as patch:
@@ -298,7 +300,26 @@ def test_synthetic_drafter_refuses_by_name() -> None:
         ),
         ("dspark", {"dspark_bonus_anchor": True, "sample_from_anchor": True}, "dspark_bonus_anchor is True with"),
         ("dspark", {"dspark_draft_topk": 4}, "config has dspark_draft_topk, expected no entries that are unknown here"),
-        ("dspark", {"rope_is_neox_style": False}, "rope_is_neox_style is False, expected True (not supported)"),
+        (
+            "dspark",
+            {"rope_is_neox_style": False, "is_neox_style": True},
+            "config has rope_is_neox_style False and is_neox_style True, expected one rotation",
+        ),
+        (
+            "dspark neighbors",
+            {"rope_is_neox_style": None},
+            "rope_is_neox_style is missing, expected it for Lfm2DSparkDraftModel",
+        ),
+        (
+            "dspark",
+            {"confidence_head_with_markov": False},
+            "confidence_head_with_markov is False, expected True for a confidence_head.proj.weight of 128 columns",
+        ),
+        (
+            "dspark",
+            {"markov_rank": 16},
+            "confidence_head.proj.weight has 128 columns, expected 96, or 112 with the Markov embedding",
+        ),
         ("dflash window", {"is_causal": False}, "a layer with a sliding window is not causal"),
         ("dspark", {"markov_head_type": "other"}, "markov_head_type is 'other', expected one of vanilla, gated, rnn"),
         ("dspark", {"mask_token_id": None}, "mask_token_id is None, expected a number from 0 on"),

@@ -61,6 +61,11 @@ CASES = {
     ),
     "dspark": Case("dspark", DSPARK | {"enable_confidence_head": True, "confidence_head_with_markov": True}),
     "dspark gated": Case("dspark", DSPARK | {"markov_head_type": "gated"}, num_layers=1),
+    "dspark neighbors": Case(
+        "dspark",
+        DSPARK
+        | {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False, "enable_confidence_head": True},
+    ),
     "dspark rnn": Case("dspark", DSPARK | {"markov_head_type": "rnn"}, num_layers=1),
     "dspark reduced": Case("dspark", DSPARK | {"draft_vocab_size": 120, "sample_from_anchor": False}),
 }
@@ -127,7 +132,8 @@ def random_tensors(case: Case, config: dict[str, Any]) -> dict[str, Tensor]:
             inputs = 2 * RANK + HIDDEN
             shapes |= {"markov_head.joint_proj.weight": (3 * RANK, inputs), "markov_head.joint_proj.bias": (3 * RANK,)}
     if options.get("enable_confidence_head"):
-        shapes |= {"confidence_head.proj.weight": (1, HIDDEN + RANK), "confidence_head.proj.bias": (1,)}
+        inputs = HIDDEN + RANK * options.get("confidence_head_with_markov", False)
+        shapes |= {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
     if case.kind == "dflash2":
         shapes["candidate_selector.predecessor_codebook"] = shapes["candidate_selector.successor_codebook"] = (
             whole,
@@ -198,9 +204,11 @@ class Drafter:
             return x
         x = self.norm(norm, x)
         angles = positions[:, None, None] * THETA ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-        first, second = x.chunk(2, -1)
+        is_neox = self.config.get("rope_is_neox_style", True)
+        first, second = x.chunk(2, -1) if is_neox else (x[..., 0::2], x[..., 1::2])
         cos, sin = angles.cos(), angles.sin()
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        rotated = first * cos - second * sin, second * cos + first * sin
+        return torch.cat(rotated, -1) if is_neox else torch.stack(rotated, -1).flatten(-2)
 
     def visible(self, layer: int, length: int) -> Tensor:
         """Return which of the context's and block's rows [Q, length + Q] each row of the block sees."""
@@ -307,9 +315,10 @@ class Drafter:
     @torch.inference_mode()
     def confidences(self, text: Sequence[int]) -> list[float]:
         """Return log P of the tokens of a chain, each given those before it."""
-        before = [text[-1], *self.chain(text)[:-1]]
-        embedded = self.tensors["markov_head.markov_w1.weight"][before]
-        rows = self.linear("confidence_head.proj", torch.cat([self.states(text), embedded], -1))
+        before, inputs = [text[-1], *self.chain(text)[:-1]], self.states(text)
+        if self.tensors["confidence_head.proj.weight"].shape[1] > HIDDEN:
+            inputs = torch.cat([inputs, self.tensors["markov_head.markov_w1.weight"][before]], -1)
+        rows = self.linear("confidence_head.proj", inputs)
         sums: list[float] = functional.logsigmoid(rows[:, 0]).cumsum(0).tolist()
         return sums
 

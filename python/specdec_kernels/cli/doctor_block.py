@@ -1,4 +1,4 @@
-"""The changes that `specdec doctor` tries of a block drafter: its mask, layers, block, mask token and serial head."""
+"""The changes that `specdec doctor` tries of a block drafter: its mask, layers, block, RoPE and serial head."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..engine.drafts.block import BlockDraft
-from ..models.heads.block_config import MASKS, MOST_ROWS, NESTED, BlockConfig
+from ..models.heads.block_config import MASKS, MOST_ROWS, NESTED, ROTATIONS, BlockConfig
 from ..models.weights.checkpoint import load_tensors, tensor_names
 from .doctor_shifts import Head, Shift, norm_shifts, row_shifts, vocabulary_shifts
 
@@ -31,6 +31,7 @@ def block_shifts(head: Head, target: Any, tokenizer: Any) -> Iterator[Shift]:
     yield from size_shifts(head, block)
     yield from token_shifts(head, block, target, tokenizer)
     yield from row_shifts(head.draft)
+    yield from rope_shifts(head, block)
     yield from markov_shifts(head)
     yield from norm_shifts(head)
     yield from vocabulary_shifts(head, target.vocab_size)
@@ -129,6 +130,18 @@ def token_shifts(head: Head, block: BlockConfig | None, target: Any, tokenizer: 
                 f"{token} ({name})",
                 f'config.json: "mask_token_id": {token} at the top',
                 head.changed(entries(head, ("mask_token_id",), mask_token_id=token)),
+            )
+
+
+def rope_shifts(head: Head, block: BlockConfig | None) -> Iterator[Shift]:
+    """Yield the other pairs of elements that RoPE rotates."""
+    for interleaved, name in ((True, "interleaved pairs"), (False, "pairs half a head apart")):
+        if block is None or block.interleaved != interleaved:
+            yield Shift(
+                "RoPE",
+                name,
+                f'config.json: "rope_is_neox_style": {str(not interleaved).lower()} at the top',
+                head.changed(entries(head, ROTATIONS, rope_is_neox_style=not interleaved)),
             )
 
 

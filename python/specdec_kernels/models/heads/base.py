@@ -277,11 +277,17 @@ class DraftHead(nn.Module):
     def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.named_parameters(remove_duplicate=False)
 
+    @property
+    def rotates_neighbors(self) -> bool:
+        """Whether RoPE rotates elements 2i and 2i + 1 of a head, not i and i + pairs."""
+        is_latent = getattr(self.config, "kv_lora_rank", None) is not None
+        return is_latent and bool(getattr(self.config, "rope_interleave", True))
+
     def _make_layers(self) -> list[Layer]:
         device, config = self.embed_tokens.weight.device, rotated_part(self.config)
         is_latent = getattr(config, "kv_lora_rank", None) is not None
-        interleaved = is_latent and getattr(config, "rope_interleave", True)
-        rotation = Rope.of(LlamaRotaryEmbedding(config), self._max_len, device, interleaved=interleaved)
+        rotary = LlamaRotaryEmbedding(config)
+        rotation = Rope.of(rotary, self._max_len, device, interleaved=self.rotates_neighbors)
         heads = HeadLayout(head_dim_of(config if is_latent else self.config), rotation)
         return [self._layer(index, module, heads) for index, module in enumerate(self.layers)]
 

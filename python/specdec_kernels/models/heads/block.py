@@ -8,7 +8,7 @@ token of one position. `docs/heads.md` says where each fact is from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -228,7 +228,7 @@ def last_query_keys_values(attention: Attention) -> Linear:
     """Return the projection of a layer's last query head, its keys and its values, which shares their weights."""
     whole = attention.qkv
     if not isinstance(whole, Linear):
-        raise ValueError("block drafter: draft_weights is 'fp8', expected None for heads that are partly rotated")
+        raise ValueError("block drafter: draft_weights is 'fp8', expected None with partial or interleaved RoPE")
     weight, rows = whole.weight, whole.weight.shape[0]
     begin = rows - (2 * attention.kv_heads + 1) * attention.head_dim
     part = weight[begin:] if isinstance(weight, Tensor) else weight.slice_rows(begin, rows)
@@ -284,7 +284,7 @@ class BlockHead(DraftHead):
         if block.top_k:
             self.candidate_selector = SelectorParameters(block.rank, hidden, config.vocab_size)
         if has_confidence:
-            self.confidence_head = ConfidenceParameters(hidden + block.with_markov * block.rank, bias=True)
+            self.confidence_head = ConfidenceParameters(hidden + bool(block.with_markov) * block.rank, bias=True)
 
     @classmethod
     def made_for(cls, config: LlamaConfig, tensors: Mapping[str, Tensor], draft_vocab: int, num_layers: int) -> Any:
@@ -295,7 +295,31 @@ class BlockHead(DraftHead):
                 f"{cls.name} head: num_hidden_layers is {config.num_hidden_layers}, "
                 f"expected the {parts.num_layers} of the tensors"
             )
+        if (weight := tensors.get("confidence_head.proj.weight")) is not None:
+            block = replace(block, with_markov=cls.reads_markov(block, config.hidden_size, weight))
         return cls(config, block, parts, draft_vocab, any(key.startswith("confidence_head.") for key in tensors))
+
+    @classmethod
+    def reads_markov(cls, block: BlockConfig, hidden: int, weight: Tensor) -> bool:
+        """Return whether a confidence head with this weight reads the Markov embedding next to states.
+
+        Engines differ in the default of the config's entry: the weight's width says what the head was trained for.
+
+        Raises:
+            ValueError: the width is neither, or not what the config says.
+        """
+        columns, widths = weight.shape[-1], {hidden: False, hidden + block.rank: True}
+        if columns not in widths:
+            raise ValueError(
+                f"{cls.name} head: confidence_head.proj.weight has {columns} columns, "
+                f"expected {hidden}, or {hidden + block.rank} with the Markov embedding"
+            )
+        if block.with_markov not in (None, widths[columns]):
+            raise ValueError(
+                f"{cls.name} head: confidence_head_with_markov is {block.with_markov}, "
+                f"expected {widths[columns]} for a confidence_head.proj.weight of {columns} columns"
+            )
+        return widths[columns]
 
     @classmethod
     def block_config(cls, config: LlamaConfig, num_target_layers: int) -> BlockConfig:
@@ -373,6 +397,10 @@ class BlockHead(DraftHead):
         """Write the KV of committed rows, from their features [T, n * H]."""
         joined, _ = self._parts.hidden_norm.add_norm(self._parts.fc(features), None)
         self._parts.injection(joined, positions, batch)
+
+    @property
+    def rotates_neighbors(self) -> bool:
+        return self.block.interleaved
 
     @property
     def scratch_rows(self) -> int:  # type: ignore[override]

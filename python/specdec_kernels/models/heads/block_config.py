@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 NESTED = "dspark_config", "dflash_config", "eagle_config"  # the first that has an entry counts, then the top
 SLIDING, FULL = "sliding_attention", "full_attention"
 MASKS = "is_causal", "causal", "causal_head"
+ROTATIONS = "rope_is_neox_style", "is_neox_style"
 MARKOV_HEADS = "vanilla", "gated", "rnn"
 MOST_ROWS = 63  # of a block: their bits are one word of a mask, above 0
 
@@ -46,8 +47,6 @@ COMPUTED = {
     "use_aux_hidden_state": True,
     "use_gemma_norm": False,
     "logit_scale": 1.0,
-    "is_neox_style": True,
-    "rope_is_neox_style": True,
 }
 
 
@@ -118,7 +117,8 @@ class BlockConfig:
         logit_scale, soft_cap: of logits.
         input_scale: of embeddings.
         has_sinks: attention has a sink for each head.
-        with_markov: the confidence head reads the Markov embedding.
+        with_markov: the confidence head reads the Markov embedding; None: as the width of its weight shows.
+        interleaved: RoPE rotates neighbors, elements 2i and 2i + 1 of a head.
     """
 
     block_size: int
@@ -136,7 +136,8 @@ class BlockConfig:
     soft_cap: float | None = None
     input_scale: float = 1.0
     has_sinks: bool = False
-    with_markov: bool = False
+    with_markov: bool | None = None
+    interleaved: bool = False
 
     @property
     def depth(self) -> int:
@@ -197,7 +198,8 @@ class BlockConfig:
             soft_cap=float(cap) if cap else None,
             input_scale=float(entries.get("input_embedding_scale", 1.0)),
             has_sinks=bool(entries.get("attention_sink_bias", entries.get("add_swa_attention_sink_bias", False))),
-            with_markov=is_dspark and bool(entries.get("confidence_head_with_markov", True)),
+            with_markov=entries.get("confidence_head_with_markov") if is_dspark else None,
+            interleaved=rotates_neighbors(entries),
         )
         for key in ("draft_vocab_size", "tie_word_embeddings"):
             entries.get(key)  # as the tensors show
@@ -205,13 +207,14 @@ class BlockConfig:
         return found
 
 
+LFM2 = "Lfm2DSparkDraftModel"
 # The architectures of each kind whose layers are Qwen3's or Llama's.
 ARCHITECTURES = {
     "dflash": {"DFlashDraftModel"},
     "dflash2": {"DFlash2DraftModel", "DFlash2BeamDraftModel"},
     "dspark": {
         "DSparkDraftModel",
-        "Lfm2DSparkDraftModel",
+        LFM2,
         "LingDSparkModel",
         "Qwen3DSparkModel",
         "Qwen3OmniDSparkModel",
@@ -241,6 +244,20 @@ def predicts_from_root(entries: Entries, default: bool) -> bool:
             f"{entries.name}: dspark_bonus_anchor is {bonus} with sample_from_anchor {written}, expected the opposite"
         )
     return bool(written) if written is not None else not bonus if bonus is not None else default
+
+
+def rotates_neighbors(entries: Entries) -> bool:
+    """Return whether RoPE rotates neighboring elements, which the config alone says.
+
+    The default is halves. Published drafters of LFM2 rotate neighbors: engines differ where their config does not say.
+    """
+    given = {key: bool(value) for key in ROTATIONS if (value := entries.get(key)) is not None}
+    if len(set(given.values())) > 1:
+        both = " and ".join(f"{key} {value}" for key, value in given.items())
+        raise ValueError(f"{entries.name}: config has {both}, expected one rotation")
+    if not given and LFM2 in (getattr(entries.config, "architectures", None) or []):
+        raise ValueError(f"{entries.name}: rope_is_neox_style is missing, expected it for {LFM2}")
+    return not next(iter(given.values()), True)
 
 
 def feature_layers(entries: Entries, num_target_layers: int) -> tuple[int, ...]:
