@@ -33,6 +33,7 @@ from specdec_kernels.engine import (
 )
 from specdec_kernels.engine.device.round import Round
 from specdec_kernels.engine.grammars import LlguidanceMatcher, StopTokens, Vocabulary, grammar_of_schema
+from specdec_kernels.models.backends.module_copy import cache_name
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import representative
@@ -118,7 +119,7 @@ def by_hand(prompt: list[int], sampling: SamplingParams) -> list[int]:
     rows, cache = prompt, DynamicCache()
     while len(generated) < sampling.max_new_tokens and eos not in generated:
         with torch.inference_mode():
-            x = reference_model()(torch.tensor([rows]), past_key_values=cache).logits[0, -1]
+            x = reference_model()(torch.tensor([rows]), **{cache_name(reference_model()): cache}).logits[0, -1]
         x = x.double().clone()
         for token in set(generated):
             x[token] -= sampling.frequency_penalty * generated.count(token)

@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
 from specdec_kernels.engine.device.round import Round
+from specdec_kernels.models.backends.module_copy import cache_name
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import representative
@@ -71,7 +72,7 @@ def by_hand(prompt: list[int], sampling: SamplingParams) -> list[int]:
     rows, cache = prompt, DynamicCache()
     while len(generated) < sampling.max_new_tokens:
         with torch.inference_mode():
-            x = reference_model()(torch.tensor([rows]), past_key_values=cache).logits[0, -1]
+            x = reference_model()(torch.tensor([rows]), **{cache_name(reference_model()): cache}).logits[0, -1]
         x = logits_with(x.clone(), prompt, generated, sampling)
         if sampling.temperature == 0:
             generated.append(int(x.argmax()))

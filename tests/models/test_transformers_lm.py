@@ -135,7 +135,7 @@ def test_rounds_that_cannot_be_captured_are_launched_call_by_call(
     """What a capture has left is undone before rounds are launched. Our own parts are captured, or it is an error."""
     options: dict[str, Any] = {"max_len": 64, "num_slots": 2, "dtype": torch.float32, "device": "cpu"}
     with Engine(tiny_model("llama", **NATIVE), implementation=implementation, **options) as engine:
-        executor, waited, made = engine.core.executor, [], []
+        executor, waited = engine.core.executor, []
         rings, passes = executor.round.rings, executor.passes
 
         def capture(*_arguments: Any, **_named: Any) -> Any:
@@ -143,23 +143,17 @@ def test_rounds_that_cannot_be_captured_are_launched_call_by_call(
             rings.num_applied.fill_(3)
             raise RuntimeError("operation not permitted when stream is capturing\nand more of it")
 
-        def make_scheduler(*arguments: Any) -> str:
-            made.append(arguments[3])
-            return "scheduler"
-
-        monkeypatch.setattr(opening, "on_stream", lambda _stream: nullcontext())
         monkeypatch.setattr(opening, "capture", capture)
-        monkeypatch.setattr(opening, "make_scheduler", make_scheduler)
         monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
         config = replace(engine.config, captures=True)
         if implementation == "native":
             with pytest.raises(RuntimeError, match=r"^operation not permitted"):
-                opening.start(executor, config, NoStream(), False, False)  # type: ignore[arg-type]
+                opening.capture_all(executor, config, NoStream(), progress=False)  # type: ignore[arg-type]
             assert engine.not_captured is None
             return
-        assert opening.start(executor, config, NoStream(), False, False) == (None, "scheduler")  # type: ignore[arg-type]
+        assert opening.capture_all(executor, config, NoStream(), progress=False) is None  # type: ignore[arg-type]
         assert engine.not_captured == "operation not permitted when stream is capturing"
-        assert (waited, made, passes.captured) == ([NoStream.device], [None], {})
+        assert (waited, passes.captured) == ([NoStream.device], {})
         assert int(rings.num_applied) == 0
 
 

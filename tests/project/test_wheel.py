@@ -173,7 +173,7 @@ def test_every_foreign_header_has_a_notice() -> None:
     """Headers of the system and of CUDA's compiler need none; the others name whose they are by their first folder."""
     sources = [path.read_text() for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu")]
     included = {name for text in sources for name in re.findall(r"^#include <([^>]+)>", text, re.MULTILINE)}
-    ours_or_toolchain = re.compile(r"[a-z_]+|sys/\w+\.h|(Python|pthread|unistd|cuda(_\w+)?|cooperative_groups)\.h")
+    ours_or_toolchain = re.compile(r"[a-z_]+|sys/\w+\.h|(Python|poll|pthread|unistd|cuda(_\w+)?|cooperative_groups)\.h")
     foreign = {name.split("/")[0] for name in included if not ours_or_toolchain.fullmatch(name)}
     assert foreign == OF_OTHERS.keys() - {"cudart", "models"}
 
