@@ -42,9 +42,11 @@ from specdec_kernels.models.heads.eagle3 import Eagle3Head
 from specdec_kernels.models.heads.mtp import MtpHead, config_of_layers
 from specdec_kernels.models.layers.moe import QuantizedExperts
 from specdec_kernels.models.layers.quantized import QuantizedLinear
+from specdec_kernels.models.shard import WHOLE, Shard
 from specdec_kernels.models.state_cache import StateSpec, bytes_of
 from specdec_kernels.models.weights.model_config import NUM_EXPERTS
 from specdec_kernels.models.weights.mtp_layouts import NEXTN
+from specdec_kernels.parallel.launch import Place
 from specdec_kernels.status import FinishReason
 from specdec_kernels.synthetic.acceptance import Acceptance, PublishedAcceptance
 from specdec_kernels.synthetic.block import (
@@ -181,6 +183,7 @@ class Setup:
     implementation: str = "native"  # backend of the target
     cuda_graph: bool = True
     profile: bool = False  # also time the kernels of a round by name
+    place: Place | None = None  # of this process among the ranks; None: it is alone
 
     def __post_init__(self) -> None:
         if self.draft_weights is not None and self.drafting.kind not in (None, Eagle3, *BLOCK_KINDS):
@@ -191,6 +194,10 @@ class Setup:
             raise ValueError(
                 f"--max-len is {self.max_len}, expected at least {self.needed_len}, the tokens of prompt and output"
             )
+
+    @property
+    def shard(self) -> Shard:
+        return WHOLE if self.place is None else self.place.shard
 
     @property
     def needed_len(self) -> int:
@@ -231,6 +238,7 @@ class Setup:
             **({} if self.draft_weights is None or not d.kind else {"draft_weights": self.draft_weights}),
             **({} if self.implementation == "native" else {"implementation": self.implementation}),
             **({} if self.cuda_graph else {"cuda_graph": False}),
+            **({} if self.place is None else {"tp": self.place.size}),
         }
 
 
@@ -379,6 +387,7 @@ class Bench:
                 page_size=PAGE_SIZE,
                 device=setup.device,
                 dtype=setup.dtype,
+                tp=setup.shard.size,
             )
         if setup.drafting.block_size or setup.draft_weights is not None:
             self.draft = self.engine.draft.loaded  # as it is stored
@@ -492,7 +501,7 @@ class Bench:
         target_head = weights(self.target.get_output_embeddings())
         visited = math.ceil(batch * min(num_nodes, accept_length))
         num_rows = round(batch * num_nodes)
-        kv = rows * self.kv_row_bytes(self.target)
+        kv = rows * self.kv_row_bytes(self.target, setup.shard)
         passes = [Pass(weights(self.target, num_rows) - target_head, num_rows, kv, states), Pass(target_head, visited)]
         if isinstance(self.draft, BlockHead):
             return passes + (self.block_passes(batch, rows) if num_nodes > 1 else [])
@@ -525,16 +534,17 @@ class Bench:
             Pass(injected, batch * (d.num_steps + 1)),
         ]
 
-    def kv_row_bytes(self, model: Any) -> int:
-        """Return the bytes of a token's KV in all layers of a model."""
+    def kv_row_bytes(self, model: Any, shard: Shard = WHOLE) -> int:
+        """Return the bytes of a token's KV in all layers of a model, on the rank of a shard."""
         if isinstance(model, BlockHead):
             return kv_numbers(model.config, len(model.layers)) * self.setup.dtype.itemsize
-        return kv_numbers(model.config, family_of(model.config).num_kv_layers) * self.setup.dtype.itemsize
+        config = shard.config(model.config)
+        return kv_numbers(config, family_of(config).num_kv_layers) * self.setup.dtype.itemsize
 
     @property
     def state_specs(self) -> list[StateSpec]:
-        """What each recurrent layer of the target keeps of a request."""
-        return family_of(self.target.config).state_specs(self.setup.dtype)
+        """What each recurrent layer of the target keeps of a request, on this rank."""
+        return family_of(self.setup.shard.config(self.target.config)).state_specs(self.setup.dtype)
 
     @property
     def scratch_share(self) -> float:
@@ -662,7 +672,7 @@ def selected(module: Any, experts: Weights, num_rows: int | None) -> Weights:
 def memory_needed(setup: Setup, max_batch: int) -> int:
     """Return the bytes of weights and KV, plus a tenth for everything else; allocates nothing.
 
-    The checkpoint of a draft of one's own is not counted.
+    The checkpoint of a draft of one's own is not counted. Each rank makes the whole models; on a CPU they share memory.
     """
     config = shape_config(setup.shape)
     item = setup.dtype.itemsize
@@ -682,7 +692,8 @@ def memory_needed(setup: Setup, max_batch: int) -> int:
     shared = [0, *(m.embed_tokens.weight.numel() for m in models[1:] if isinstance(m, Eagle3Head))]
     elements += sum(p.numel() for m in models for p in m.parameters()) - sum(shared)
     elements += setup.num_pages(max_batch) * PAGE_SIZE * kv_width
-    return int(1.1 * (item * elements + states))
+    models_here = setup.shard.size if setup.device.type == "cpu" else 1
+    return int(1.1 * models_here * (item * elements + states))
 
 
 def meta_draft(kind: Any, shape: str) -> nn.Module:

@@ -13,7 +13,7 @@ BETWEEN = " between others us"  # the end of a column's name: of calls between a
 COLUMNS = ["op", "size", "time us", BETWEEN.strip(), "p90 us", "host us", "floor us", "of floor", "inputs"]
 LEAST = ["inputs", "host us", "floor us", "p90 us", "of floor"]  # hidden first on a narrow terminal
 
-ROUND_HEAD = ("shape", "dtype", "weights", "implementation", "input", "output", "max_len", "accept")
+ROUND_HEAD = ("shape", "tp", "dtype", "weights", "implementation", "input", "output", "max_len", "accept")
 ROUND_COLUMNS = [
     "algorithm", "batch", "ms/round", "p90 ms", "tokens/s", "accept length", "p10 to p90", "gpu ms", "idle", "host us",
     "emit us", "wait us", "floor ms", "of floor", "run tokens/s", "first token ms", "rounds by nodes",

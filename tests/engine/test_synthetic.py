@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -249,6 +251,25 @@ def test_rounds_of_draft_weights_in_8_bits_read_half_of_their_bytes(tmp_path: Pa
     assert smaller - target < 0.3 * (head - target)  # elements of one byte in place of four, and their scales
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
+def test_rounds_of_two_ranks_read_half_of_the_layers(shape: str, tmp_path: Path) -> None:
+    command = ["bench", "round", "--device", "cpu", "--shape", shape, "--quick", "--algorithm", "mtp_chain"]
+    command += ["--accept", "2.5", "--output", "60"]
+    alone, divided = tmp_path / "alone.json", tmp_path / "divided.json"
+    assert main([*command, "--json", str(alone)]) == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ranks = [*torchrun, "-m", "specdec_kernels", *command, "--tp", "2", "--json", str(divided)]
+    done = subprocess.run(ranks, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ms/round") == 1 and "tp=2" in done.stdout
+    (one,), (two,) = (json.loads(file.read_text())["results"] for file in (alone, divided))
+    assert two["error"] is None and two["params"] == one["params"] | {"tp": 2}
+    assert two["facts"]["accept_length"] == pytest.approx(one["facts"]["accept_length"], abs=0.2)
+    assert two["facts"]["weight_bytes"] < 0.9 * one["facts"]["weight_bytes"]  # the draft is replicated
+    assert two["facts"].get("state_bytes", 0) == one["facts"].get("state_bytes", 0) / 2
+
+
 def test_bench_round_skips_a_size_too_small_to_time(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "tree", "--accept", "6", "--output", "4"]
     assert main(command) == 2
@@ -265,6 +286,14 @@ def test_bench_round_skips_a_size_too_small_to_time(capsys: pytest.CaptureFixtur
     [
         (["build_tree", "round"], "round is no op, expected it first: specdec bench round"),
         (["round", "--accept", "2", "--drafter", "dspark"], "--accept is 2.0, expected none with --drafter"),
+        (
+            ["round", "--tp", "2"],
+            "--tp is 2, expected one --algorithm and --acceptance, since each rank makes the models",
+        ),
+        (
+            ["round", "--tp", "2", "--algorithm", "none"],
+            "--tp is 2, expected torchrun --nproc-per-node 2, since each rank makes the models",
+        ),
         (["round", "--max-len", "12"], "--max-len is 12, expected at least 65, the tokens of prompt and output"),
     ],
 )

@@ -32,6 +32,10 @@ the target are quantized to FP8 by blocks (fp8) or rows (fp8-rows), or to INT4 (
 them take part are timed, and so is the run, from arrival to the end of the last request:
   specdec bench round --shape qwen3-8b --algorithm none,chain,tree --batch 1,4,16,64 --acceptance code
 
+With --tp N, torchrun starts N ranks on GPUs of one host. Each makes the whole models, so that they must fit its GPU,
+and divides the target; a run has one algorithm:
+  torchrun --standalone --nproc-per-node 2 -m specdec_kernels bench round --tp 2 --algorithm tree --batch 1,4
+
 algorithms:
   none         plain decoding
   chain, tree  an EAGLE-3 head, 5 steps; topk 1 and 6 tokens, or topk 10 and 32 tokens; chain4, tree8: 4 and 8 tokens
@@ -59,8 +63,9 @@ columns:
 
 columns of the second table:
   GB            that a round must move at least: weights (of experts, those that its rows select), KV rows read,
-                recurrent states read and written
-  time / floor  of rounds; the floor is the time of these bytes, or of the products if that is longer
+                recurrent states read and written; with --tp those of a rank
+  time / floor  of rounds; the floor is the time of these bytes, or of the products if that is longer,
+                without reductions
   scratch       what recurrent layers keep beside the states, as a share of a copy of the states for each node
 """
 
@@ -135,6 +140,9 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument(
         "--disable-cuda-graph", action="store_true", help="launch rounds kernel by kernel, for drafts on the host"
     )
+    parser.add_argument(
+        "--tp", type=at_least(1), metavar="N", help="GPUs that the target is divided among, by torchrun's ranks (1)"
+    )
     parser.add_argument("--profile", action="store_true", help="also time the kernels of a captured round, by name")
     add_tuning(parser)
     parser.set_defaults(run=run)
@@ -181,6 +189,10 @@ def run(args: argparse.Namespace) -> int:
         return refuse(str(error), COMMAND)
 
     rounds = load("engine.round")
+    place = setups[0].place
+    if place is not None and (len(setups) > 1 or not place.by_torchrun):
+        expected = "one --algorithm and --acceptance" if len(setups) > 1 else f"torchrun --nproc-per-node {place.size}"
+        return refuse(f"--tp is {place.size}, expected {expected}, since each rank makes the models", COMMAND)
     batches = args.batch or ([1] if args.quick or device.type == "cpu" else [1, 4, 16, 64])
     for setup in setups:
         needed, free = rounds.memory_needed(setup, max(batches)), rounds.free_memory(device)
@@ -191,6 +203,8 @@ def run(args: argparse.Namespace) -> int:
                 "--batch, a shorter --max-len",
                 COMMAND,
             )
+    if place is not None and place.rank:
+        return follow(setups[0], max(batches))
     ceilings = load("ops.ceilings").measure_ceilings(device, args.quick)
     results = []
     try:
@@ -203,15 +217,28 @@ def run(args: argparse.Namespace) -> int:
     return finish(args, results, device, ceilings, COMMAND)
 
 
+def follow(setup: Any, max_batch: int) -> int:
+    """Serve rank 0 until it has measured, which ends this process; return 2 if the engine refuses the setup."""
+    try:
+        load("engine.round").Bench(setup, max_batch)
+    except ValueError:  # rank 0 says so
+        return 2
+    return 0
+
+
 def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
     """Return a setup for each algorithm and acceptance; one alone where no synthetic model drafts."""
     from dataclasses import replace
 
     import torch
 
+    from ...parallel.launch import place_of
     from ...synthetic.acceptance import EvenAcceptance, PublishedAcceptance
 
     rounds = load("engine.round")
+    place = place_of(args.tp)
+    if place is not None and place.by_torchrun and device.type == "cuda":
+        torch.cuda.set_device(place.device(device, device))
     shape = args.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
     small = shape.startswith("tiny")
     shape = shape if args.layers is None else f"{shape}:{args.layers}"
@@ -267,6 +294,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
             implementation=args.implementation,
             cuda_graph=not args.disable_cuda_graph,
             profile=args.profile,
+            place=place,
         )
         setups.append(setup)
     return setups
