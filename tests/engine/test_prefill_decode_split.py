@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from queue import SimpleQueue
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,17 +14,10 @@ import torch
 
 from specdec_kernels.engine import Eagle3, Engine, SamplingParams
 from specdec_kernels.tiny import tiny_model
+from support.examples import EXAMPLES, load_example
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "prefill_decode_split.py"
+EXAMPLE = EXAMPLES / "prefill_decode_split.py"
 PROMPTS = ["import os\n", "def area(", "x = [\n"]
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prefill_decode_split", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_engine() -> Engine:
@@ -51,7 +41,7 @@ class Queued(SimpleQueue[Any]):
 def test_split_engines_write_what_one_writes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module, transport = example(), Queued()
+    module, transport = load_example("prefill_decode_split"), Queued()
     monkeypatch.setattr(module, "tell", transport.put)
     monkeypatch.setattr(module, "hear", transport.get)
     with make_engine() as one, make_engine() as other:
