@@ -13,11 +13,12 @@ from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.backends.transformers import TransformersLM
 from specdec_kernels.models.families import family_of, kv_heads_of, kv_numbers
 from specdec_kernels.models.layers.linear import linear_of
-from specdec_kernels.models.layers.paged_batch import LastRows, PagedBatch
 from specdec_kernels.models.layers.reduction import LOCAL, Reduction
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.shard import WHOLE, Shard
 from specdec_kernels.models.weights.sharding import Division
+from support.divided_models import options as divided_options
+from support.divided_models import passes_of
 from support.thread_reduction import ThreadReduction
 
 SIZES: dict[str, Any] = {
@@ -41,22 +42,12 @@ def module_of(name: str) -> Any:
 
 
 def options(**others: Any) -> ModelOptions:
-    sizes = {"max_len": 64, "num_pages": 8, "page_size": 4, "dtype": torch.float32, "device": torch.device("cpu")}
-    return ModelOptions(**{**sizes, "feature_layers": (1, 2)} | others)
+    return divided_options(feature_layers=(1, 2), **others)
 
 
 def logits_of(lm: CausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return logits of a prompt's last row by prefill, and of a tree after it by a pass."""
-    slot, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    table = torch.arange(8, dtype=torch.int32)[None]
-    count = tokens.shape[1]
-    batch = PagedBatch(slot, table, zero, tail_len=count)
-    last = LastRows(zero + count - 1, zero[None] + count - 1, batch._replace(prefix_lens=zero + count - 1, tail_len=1))
-    hidden = lm.prefill(tokens, torch.arange(count, dtype=torch.int32)[None], batch, last).hidden
-    assert hidden is not None
-    mask = torch.tensor([[[0b001], [0b011], [0b101]]])
-    tree = batch._replace(prefix_lens=zero + count, tail_len=3, mask=mask)
-    states = lm.forward(tokens[:, :3], torch.tensor([[0, 1, 1]], dtype=torch.int32) + count, tree)
+    hidden, states = passes_of(lm, tokens)
     assert states.features is not None
     return lm.logits(hidden), torch.cat([lm.logits(states.hidden), states.features], -1)
 

@@ -17,8 +17,8 @@ def options(**others: Any) -> ModelOptions:
     return ModelOptions(**{**sizes, "max_nodes": 4, "accept_width": 3} | others)
 
 
-def outputs_of(lm: CausalLM, tokens: Tensor) -> Tensor:
-    """Return logits of a prompt's last row and of a tree after it, with what leaves the last layer."""
+def passes_of(lm: CausalLM, tokens: Tensor) -> tuple[Tensor, Any]:
+    """Return the state of a prompt's last row, and what a pass over a tree after it gives."""
     slot, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     table = torch.arange(8, dtype=torch.int32)[None]
     count = tokens.shape[1]
@@ -29,4 +29,10 @@ def outputs_of(lm: CausalLM, tokens: Tensor) -> Tensor:
     mask = torch.tensor([[[0b001], [0b011], [0b101]]])
     tree = batch._replace(prefix_lens=zero + count, tail_len=3, mask=mask)
     states = lm.forward(tokens[:, :3], torch.tensor([[0, 1, 1]], dtype=torch.int32) + count, tree)
+    return hidden, states
+
+
+def outputs_of(lm: CausalLM, tokens: Tensor) -> Tensor:
+    """Return logits of a prompt's last row and of a tree after it, with what leaves the last layer."""
+    hidden, states = passes_of(lm, tokens)
     return torch.cat([lm.logits(hidden).view(1, -1), lm.logits(states.hidden)[0]])
