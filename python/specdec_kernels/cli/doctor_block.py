@@ -9,8 +9,8 @@ import torch
 
 from ..engine.drafts.block import BlockDraft
 from ..models.heads.block_config import MASKS, MOST_ROWS, NESTED, ROTATIONS, BlockConfig
-from ..models.weights.checkpoint import load_tensors, tensor_names
-from .doctor_shifts import Head, Shift, norm_shifts, row_shifts, vocabulary_shifts
+from ..models.weights.checkpoint import load_tensors
+from .doctor_shifts import Head, Shift, embedding_shifts, norm_shifts, row_shifts, vocabulary_shifts
 
 LAYERS = "target_layer_ids", "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"
 ANCHORS = "sample_from_anchor", "dspark_bonus_anchor"
@@ -35,13 +35,7 @@ def block_shifts(head: Head, target: Any, tokenizer: Any) -> Iterator[Shift]:
     yield from markov_shifts(head)
     yield from norm_shifts(head)
     yield from vocabulary_shifts(head, target.vocab_size)
-    if own := [n for n in tensor_names(head.folder) if n.removeprefix("model.") == "embed_tokens.weight"]:
-        yield Shift(
-            "embedding",
-            "the target's instead of its own",
-            f"leave {own[0]} out of the checkpoint",
-            head.changed(without=("embed_tokens.weight",)),
-        )
+    yield from embedding_shifts(head)
 
 
 def entries(head: Head, keys: tuple[str, ...], **values: Any) -> dict[str, Any]:

@@ -140,6 +140,11 @@ def head_shifts(head: Head, layers: tuple[int, ...], num_layers: int, vocab_size
     yield from position_shifts(head)
     yield from norm_shifts(head)
     yield from vocabulary_shifts(head, vocab_size)
+    yield from embedding_shifts(head)
+
+
+def embedding_shifts(head: Head) -> Iterator[Shift]:
+    """Yield the target's embedding, if the checkpoint has one of its own."""
     if own := [n for n in tensor_names(head.folder) if n.removeprefix("model.") == "embed_tokens.weight"]:
         yield Shift(
             "embedding",
