@@ -62,7 +62,6 @@ class EngineCore:
         self.draft = Draft() if draft is None else draft
         expect_closed(self.draft)
         loading = Loading.of(model, self.draft, options, place_for(model, options))
-        loading.calibrations()
         if options.trace is not None:
             check_writable(options.trace)
         ranks = open_ranks(loading, lambda: (model, self.draft, options))

@@ -35,7 +35,9 @@ class Loading:
         adapter: that adapter's folder, or None.
         model_config: of the target.
         config: all sizes.
+        target_name: of the target and its adapter.
         tuning: what was read of it; empty: nothing is known.
+        calibrations: that the draft starts with.
         tokenizer: of the target; None: there is none, for the reason `no_tokenizer`.
     """
 
@@ -47,7 +49,9 @@ class Loading:
     adapter: Path | None
     model_config: Any
     config: EngineConfig
+    target_name: str
     tuning: dict[str, Any]
+    calibrations: list[dict[str, Any] | None]
     tokenizer: Any
     no_tokenizer: str
 
@@ -58,7 +62,7 @@ class Loading:
         """Resolve the options for a model and a draft.
 
         Raises:
-            ValueError, OSError, TypeError: as `Engine`.
+            ValueError, OSError, TypeError: as `Engine`; a tuning with calibrations, and none of this draft.
         """
         tuning = {} if options.tuning is None else read_tuning(options.tuning)
         device = options.device if place is None else place.device(options.device, default_device())
@@ -71,7 +75,22 @@ class Loading:
         tokenizer, no_tokenizer = load_tokenizer(
             base, options.tokenizer or own_tokenizer(adapter), options.trust_remote_code
         )
-        return cls(draft, options, place, machine, base, adapter, model_config, config, tuning, tokenizer, no_tokenizer)
+        target_name = "+".join(model_name(part) for part in (base, adapter) if part is not None)
+        return cls(
+            draft=draft,
+            options=options,
+            place=place,
+            machine=machine,
+            base=base,
+            adapter=adapter,
+            model_config=model_config,
+            config=config,
+            target_name=target_name,
+            tuning=tuning,
+            calibrations=calibrations_for(tuning, draft, target_name),
+            tokenizer=tokenizer,
+            no_tokenizer=no_tokenizer,
+        )
 
     def with_modules(self) -> Loading:
         """Return the same with the modules of transformers in place of our layers."""
@@ -79,11 +98,6 @@ class Loading:
         return replace(
             self, options=options, config=EngineConfig.resolve(self.model_config, self.draft, self.machine, options)
         )
-
-    @property
-    def target_name(self) -> str:
-        """Return the name of the target, of its adapter too."""
-        return "+".join(model_name(part) for part in (self.base, self.adapter) if part is not None)
 
     @property
     def rounds(self) -> dict[str, Any]:
@@ -96,14 +110,6 @@ class Loading:
         assert self.place is not None
         return sizes_of(self.place.size, RING_DEPTH, result_words(self.config))
 
-    def calibrations(self) -> list[dict[str, Any] | None]:
-        """Return the calibrations that the draft starts with.
-
-        Raises:
-            ValueError: the tuning has calibrations, and none of this draft.
-        """
-        return calibrations_for(self.tuning, self.draft, self.target_name)
-
     def open(self, ranks: Ranks | None) -> Runtime:
         """Load the models, on the rank with the scheduler."""
         return open_runtime(
@@ -113,7 +119,7 @@ class Loading:
             adapter=self.adapter,
             tokenizer=self.tokenizer,
             no_tokenizer=self.no_tokenizer,
-            calibrations=self.calibrations(),
+            calibrations=self.calibrations,
             costs=costs_for(self.tuning, self.rounds, self.config),
             trace=self.options.trace is not None,
             progress=self.options.progress,
