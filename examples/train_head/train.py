@@ -145,7 +145,9 @@ def save(heads: dict[str, Head], target: Target, args: argparse.Namespace) -> No
     """Write heads packed and in the published format."""
     for kind, head in heads.items():
         file, folder = args.out / f"{kind}.safetensors", (args.published or args.out) / kind
-        pack_head(head.config, head.tensors(), head.kept, file)
+        written = file.with_suffix(".new")  # no reader finds half a file
+        pack_head(head.config, head.tensors(), head.kept, written)
+        written.replace(file)
         folder.mkdir(parents=True, exist_ok=True)
         unpack_head(file, target.lm_head.float().cpu(), folder)
 

@@ -23,12 +23,12 @@ def read_prompts(file: Path, split: str, tokenizer: Any) -> list[dict[str, Any]]
     """Return the prompts of a split with their tokens, as chats where the target has a template of them."""
     with lzma.open(file, "rt") as opened:
         prompts = [prompt for line in opened if (prompt := json.loads(line))["split"] == split]
-    for prompt in prompts:
-        text = prompt["prompt"]
-        if tokenizer.chat_template:
-            chat = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        prompt["tokens"] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    texts = [prompt["prompt"] for prompt in prompts]
+    if tokenizer.chat_template:
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    for prompt, tokens in zip(prompts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+        prompt["tokens"] = tokens
     return prompts
 
 

@@ -145,6 +145,64 @@ def test_heads_of_one_step_load_in_the_engine_and_keep_its_text(
         with Engine(tiny_model("target"), draft, device="cpu", dtype=torch.float32, max_len=64, num_slots=1) as engine:
             found.append(engine.generate([list(range(20, 30))], params)[0].tokens)
     assert found[0] == found[1] == found[2]
+    for change, learns in ((lambda draft: draft), True), (example("evaluate").uncalibrated, False):
+        draft = change(DSpark(tmp_path / "dspark", num_nodes=9))
+        with Engine(tiny_model("target"), draft, device="cpu", dtype=torch.float32, max_len=64, num_slots=1) as engine:
+            new = draft.calibration_table.clone()
+            assert engine.generate([list(range(20, 30))], params)[0].tokens == found[0]
+            assert torch.equal(draft.calibration_table, new) != learns
+
+
+def arguments_of_evaluation(folder: Path, *more: str) -> list[str]:
+    """Write two held-out prompts, and return the arguments of evaluate.py that measure on them."""
+    with lzma.open(folder / "prompts.xz", "wt") as file:
+        for each in held_out("code")[:2]:
+            prompt = {"domain": "code", "split": "held_out", "prompt": tokenizer().decode(each)}
+            file.write(json.dumps(prompt) + "\n")
+    arguments = [tiny_model("target"), folder / "prompts.xz", folder, folder / "record.json"]
+    sizes = ["--new-tokens", "24", "--prompts-limit", "2", "--num-slots", "2", "--device", "cpu"]
+    return ["evaluate.py", *map(str, arguments), *sizes, *more]
+
+
+def test_ways_of_transformers_write_the_engine_s_text_and_their_passes_are_counted(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, names = example("evaluate"), ["plain", "ngram 16", *example("evaluate").TRANSFORMERS]
+    for some in names[:1], names[1:]:  # the second call goes on with the record of the first one
+        monkeypatch.setattr(sys, "argv", arguments_of_evaluation(tmp_path, "--alone", "2", "--only", *some))
+        evaluate.main()
+    drafts = json.loads((tmp_path / "record.json").read_text())["drafts"]
+    assert list(drafts) == names
+    for name in names:
+        assert drafts[name]["alone"]["equal_texts"] == drafts[name]["alone"]["texts"] == 2, drafts[name]
+    length = {name: drafts[name]["alone"]["accept_length"]["code"] for name in names}
+    assert length["plain"] == length["transformers plain"] == 1.0
+    assert min(length.values()) == 1.0 < length["ngram 16"]
+
+
+def test_tokens_a_pass_are_those_of_all_texts_of_a_domain(example: Any) -> None:
+    result = example("evaluate").Result([{"domain": "chat"}, {"domain": "code"}, {"domain": "chat"}])
+    for tokens, passes in (6, 2), (3, 3), (4, 2):
+        result.add([0] * tokens, tokens, passes)
+    found = result.record([[0] * 6, [1] * 3, [0] * 4])
+    assert found["accept_length"] == {"chat": 2.5, "code": 1.0}
+    assert (found["texts"], found["equal_texts"]) == (3, 2) and found["tokens_per_second"] > 0
+
+
+def test_an_evaluation_refuses_unknown_drafts_and_records_of_other_settings(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = example("evaluate").main
+    monkeypatch.setattr(sys, "argv", arguments_of_evaluation(tmp_path, "--only", "medusa"))
+    with pytest.raises(SystemExit):
+        main()
+    assert "error: --only: medusa unknown, expected of plain, ngram 16, transformers plain" in capsys.readouterr().err
+    (tmp_path / "record.json").write_text(json.dumps({"device": "CPU", "new_tokens": 128, "drafts": {}}))
+    monkeypatch.setattr(sys, "argv", arguments_of_evaluation(tmp_path))
+    with pytest.raises(SystemExit):
+        main()
+    expected = "was measured with other settings: adaptive, alone, batch, new_tokens, prompts_per_domain"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
