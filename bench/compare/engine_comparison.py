@@ -40,7 +40,7 @@ from typing import Any, Literal
 
 import torch
 
-from specdec_kernels.models.weights.mtp_layouts import QWEN
+from specdec_kernels.models.weights.mtp_layouts import NEXTN, QWEN
 from specdec_kernels.synthetic.acceptance import PublishedAcceptance
 from specdec_kernels.synthetic.block import block_text_length, save_block_drafter, synthetic_block
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
@@ -57,7 +57,8 @@ REQUESTS = 4  # at each batch size, at least
 SPARE_TOKENS = 64  # tokens of max_len beyond a request's, which engines keep free
 PASSAGE, BETWEEN = (4, 24), (1, 4)  # tokens of a quoted passage, and of other tokens between two passages
 LEAD = 8  # tokens of the text right before what is written, at the end of a prompt with quotes
-SHIP_WITH_MTP = {"qwen3_5_text", "qwen3_next"}  # types of models
+# Layouts of the MTP layers that types of models ship with.
+MTP_LAYOUTS = {"qwen3_5_text": QWEN, "qwen3_next": QWEN, "deepseek_v3": NEXTN, "glm4_moe_lite": NEXTN}
 QUOTES = f"quotes of {PASSAGE[0]} to {PASSAGE[1]}"
 
 
@@ -113,7 +114,7 @@ class Comparison:
     def drafters(self) -> set[str]:
         """The drafters that there are: an MTP layer, which some shapes ship with, a head and block drafters."""
         algorithms = [a for a in map(ALGORITHMS.__getitem__, self.algorithms) if a.num_steps]
-        shipped = {"mtp"} if shape_config(self.shape).model_type in SHIP_WITH_MTP else set()
+        shipped = {"mtp"} if shape_config(self.shape).model_type in MTP_LAYOUTS else set()
         return ({a.drafter for a in algorithms} | shipped) - {"ngram"}
 
     def acceptance_of(self, drafter: str) -> PublishedAcceptance:
@@ -171,7 +172,8 @@ def write_checkpoints(c: Comparison) -> None:
     target = synthetic_causal_lm(config, c.text, device=c.device, dtype=getattr(torch, c.dtype))
     rmtree(c.out / "target", ignore_errors=True)  # its files may have other names
     if "mtp" in c.drafters:
-        save_with_mtp(target, synthetic_mtp(target, c.text, c.acceptance_of("mtp"), QWEN), c.out / "target")
+        layout = MTP_LAYOUTS.get(config.model_type, NEXTN)
+        save_with_mtp(target, synthetic_mtp(target, c.text, c.acceptance_of("mtp"), layout), c.out / "target")
     else:
         write_target(target, c.out / "target")
     if "eagle3" in c.drafters:

@@ -262,6 +262,19 @@ def test_bench_engines_drafts_with_an_mtp_layer_in_the_target(tmp_path: Path) ->
     assert (tmp_path / "head").exists() and (tmp_path / "target/mtp.safetensors").stat().st_mtime_ns != written
 
 
+def test_latent_targets_are_written_as_their_families_publish_them(tmp_path: Path) -> None:
+    options = ["--shape", "tiny-latent", "--acceptance", "chat", "--out", str(tmp_path), "--algorithm", "plain"]
+    engine_comparison.write_checkpoints(comparison(*options))
+    names = set(load_file(tmp_path / "target/mtp.safetensors"))
+    layer = "model.layers.4."  # after the target's own
+    assert {layer + part + ".weight" for part in ("enorm", "hnorm", "eh_proj", "shared_head.norm")} <= names
+    assert all(name.startswith(layer) for name in names)
+    config = json.loads((tmp_path / "target/config.json").read_text())
+    wanted = {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+    wanted |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_theta": 1e4}
+    assert wanted.items() <= config.items()
+
+
 @pytest.mark.exhaustive
 def test_bench_engines_drafts_with_block_drafters_in_folders_of_their_own(tmp_path: Path) -> None:
     file, out = tmp_path / "run.json", tmp_path / "checkpoints"

@@ -188,13 +188,25 @@ def save_with_mtp(target: Any, tensors: dict[str, Tensor], folder: Path) -> None
 
 
 def published_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Return keys that published configs of hybrids have, other engines read, and transformers does not write."""
-    if "full_attention" not in (types := config.get("layer_types", [])) or "linear_attention" not in types:
-        return {}
-    rope = config["rope_parameters"]
-    return {
-        "full_attention_interval": types.index("full_attention") + 1,
-        "partial_rotary_factor": rope["partial_rotary_factor"],
-        "rope_theta": rope["rope_theta"],
-        "mamba_ssm_dtype": "float32",
-    }
+    """Return keys that published configs have, other engines read, and transformers does not write.
+
+    They are those of hybrids with gated delta nets, and of latent attention with experts.
+    """
+    rope, types = config["rope_parameters"], config.get("layer_types", [])
+    if "full_attention" in types and "linear_attention" in types:
+        return {
+            "full_attention_interval": types.index("full_attention") + 1,
+            "partial_rotary_factor": rope["partial_rotary_factor"],
+            "rope_theta": rope["rope_theta"],
+            "mamba_ssm_dtype": "float32",
+        }
+    if "kv_lora_rank" in config and "n_routed_experts" in config:
+        dense = config.get("mlp_layer_types", []).count("dense")
+        return {
+            "first_k_dense_replace": config.get("first_k_dense_replace", dense),
+            "moe_layer_freq": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "rope_theta": rope["rope_theta"],
+        }
+    return {}
