@@ -50,7 +50,7 @@ from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 from ..ops.harness import Result
 from ..report.record import record
 from .checkpoints import write_eagle3, write_target
-from .engines import ALGORITHMS, BLOCK_DRAFTERS, FOLDERS, Job, can_run, is_installed
+from .engines import BLOCK_DRAFTERS, FOLDERS, Job, algorithm_of, can_run, is_installed
 
 NAME = "engines"
 REQUESTS = 4  # at each batch size, at least
@@ -79,6 +79,7 @@ class Comparison:
         together: engines that start at the same time.
         served: whether requests go to the engine's server, as streams.
         folders: where to look for an engine's packages first.
+        options: more of an engine's class.
         out: folder of the checkpoints.
         logs: folder that keeps what each process says, None: it is shown if the process fails.
     """
@@ -99,6 +100,7 @@ class Comparison:
     together: int
     served: bool
     folders: dict[str, list[str]]
+    options: dict[str, dict[str, Any]]
     out: Path
     logs: Path | None
     device: torch.device
@@ -113,7 +115,7 @@ class Comparison:
     @property
     def drafters(self) -> set[str]:
         """The drafters that there are: an MTP layer, which some shapes ship with, a head and block drafters."""
-        algorithms = [a for a in map(ALGORITHMS.__getitem__, self.algorithms) if a.num_steps]
+        algorithms = [a for a in map(algorithm_of, self.algorithms) if a.num_steps]
         shipped = {"mtp"} if shape_config(self.shape).model_type in MTP_LAYOUTS else set()
         return ({a.drafter for a in algorithms} | shipped) - {"ngram"}
 
@@ -152,7 +154,7 @@ def groups_of(
     engines: Sequence[str], algorithms: Sequence[str], together: int, *, served: bool = False
 ) -> list[list[tuple[str, str]]]:
     """Group pairs of engine and algorithm that start at the same time."""
-    pairs = [(e, name) for name in algorithms for e in engines if can_run(e, ALGORITHMS[name], served=served)]
+    pairs = [(e, name) for name in algorithms for e in engines if can_run(e, algorithm_of(name), served=served)]
     return [pairs[at : at + together] for at in range(0, len(pairs), together)]
 
 
@@ -206,7 +208,7 @@ def runs_of_batches(c: Comparison, text: SyntheticText, algorithm: str) -> list[
     Raises:
         ValueError: the text has too few tokens for all pieces.
     """
-    if ALGORITHMS[algorithm].drafter != "ngram":
+    if algorithm_of(algorithm).drafter != "ngram":
         return [[waves_of(text, batch, c.input, c.output)] * (1 + 2 * c.repeats) for batch in c.batches]
     starts, lengths = [starts_of(text, batch) for batch in c.batches], [c.short, c.output] * c.repeats
     wanted = sum(len(wave) * (LEAD + length) for waves in starts for wave in waves for length in lengths)
@@ -280,7 +282,7 @@ def run_engine(
         engine=engine,
         algorithm=algorithm,
         target=str(c.out / "target"),
-        head=str(c.out / FOLDERS.get(ALGORITHMS[algorithm].drafter, "head")),
+        head=str(c.out / FOLDERS.get(algorithm_of(algorithm).drafter, "head")),
         device=c.device.type,
         dtype=c.dtype,
         max_len=c.max_len or c.input + c.output + SPARE_TOKENS,
@@ -291,6 +293,7 @@ def run_engine(
         turns=None if turns is None else str(turns),
         runners=runners,
         served=c.served,
+        options=c.options.get(engine, {}),
     )
     with TemporaryDirectory() as folder:
         source, target = Path(folder) / "job.json", Path(folder) / "out.json"
@@ -306,7 +309,7 @@ def run_engine(
         found = json.loads(target.read_text()) if target.exists() else {"batches": []}
     measured = {line["batch"]: line for line in found.pop("batches")}
     results = []
-    drafter = ALGORITHMS[algorithm].drafter
+    drafter = algorithm_of(algorithm).drafter
     accept = QUOTES if drafter == "ngram" else c.acceptance_of(drafter).name
     for batch, runs in zip(c.batches, batches, strict=True):
         params = {
@@ -325,7 +328,7 @@ def run_engine(
 
 def steps_of(algorithm: str) -> dict[str, int]:
     """Return an algorithm's sizes as parameters of a record."""
-    a = ALGORITHMS[algorithm]
+    a = algorithm_of(algorithm)
     return {"num_steps": a.num_steps, "topk": a.topk, "nodes": a.num_nodes}
 
 

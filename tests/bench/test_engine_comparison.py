@@ -130,6 +130,33 @@ def test_vllm_runner_passes_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(importlib.import_module(module), cls)
 
 
+def test_vllm_runner_has_room_for_states_of_all_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    vllm = importlib.import_module("specdec_kernels.bench.compare.engines.vllm")
+    shape_config("tiny-hybrid").save_pretrained(tmp_path)
+    job = engines.Job("vllm", "mtp_chain6", str(tmp_path), "", "cuda", "bfloat16", 64, [[[[[1]] * 2]]], 2, 8, 1)
+    algorithm = engines.algorithm_of(job.algorithm)
+    state = 4 * 4 * 32 * 32 + 2 * 3 * (2 * 64 + 128)  # float32 matrices of 4 heads, and 3 inputs of 256 channels
+    kv = 4 * 2 * 64 * 2  # of keys and values of 2 heads, in the layer with attention and in the MTP layer
+    assert vllm.cache_bytes(job, algorithm, 100) == 100 * kv + 2 * (1 + 5) * 3 * state * 5 // 4
+    assert vllm.cache_bytes(job, engines.algorithm_of("plain"), 0) == 2 * 3 * state * 5 // 4
+
+
+def test_runners_pass_options_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    started: list[dict[str, Any]] = []
+    sglang, vllm = types.ModuleType("sglang"), types.ModuleType("vllm")
+    sglang.Engine = lambda **options: started.append(options)  # type: ignore[attr-defined]
+    vllm.LLM = lambda model, **options: started.append(options)  # type: ignore[attr-defined]
+    for name, stub in (("sglang", sglang), ("vllm", vllm)):
+        monkeypatch.setitem(sys.modules, name, stub)
+        monkeypatch.setenv(f"SPECDEC_{name.upper()}", "")
+        job = engines.Job(name, "plain", "t", "h", "cuda", "bfloat16", 64, [[[[[1]]]]], 2, 8, 1, options={"seed": 3})
+        module = importlib.import_module(f"specdec_kernels.bench.compare.engines.{name}")
+        module.Runner(job, engines.algorithm_of(job.algorithm))
+        assert started[-1]["seed"] == 3
+
+
 def test_vllm_runner_counts_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """EAGLE-3 rounds are counted; n-gram rounds without drafts are computed from accepted tokens."""
     engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
@@ -247,9 +274,24 @@ def test_bench_engines_drafts_ngrams_from_prompts_with_two_runs_together(
 def test_bench_engines_drafts_with_an_mtp_layer_in_the_target(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     options = ["--shape", "tiny-hybrid", "--acceptance", "chat", "--out", str(tmp_path)]
-    run = ["--batch", "2", "--engines", "ours", "--algorithm", "mtp_chain", "--output", "120", "--json", str(file)]
-    assert bench_engines(*options, *run) == 0
-    [chain] = json.loads(file.read_text())["results"]
+    run = [
+        "--batch",
+        "2",
+        "--engines",
+        "ours",
+        "--algorithm",
+        "mtp_chain,mtp_chain2",
+        "--output",
+        "120",
+        "--json",
+        str(file),
+    ]
+    assert bench_engines(*options, *run, "--options", 'ours={"page_size": 4}') == 0
+    found = json.loads(file.read_text())
+    assert found["engines"]["ours"]["options"] == {"page_size": 4}
+    chain, short = found["results"]
+    assert short["error"] is None and (short["params"]["num_steps"], short["params"]["nodes"]) == (1, 2)
+    assert short["facts"]["accept_length"] == pytest.approx(1.763, rel=0.15)
     assert chain["error"] is None
     assert chain["params"]["accept"] == "chat mtp" and chain["params"]["nodes"] == 4
     assert chain["facts"]["accept_length"] == pytest.approx(1 + 0.763 * (1 + 0.817 * (1 + 0.737)), rel=0.15)
@@ -377,6 +419,11 @@ def test_write_eagle3_uses_the_published_format(tmp_path: Path) -> None:
         ),
         (["--short", "70"], "--short is 70, expected less than --output 70"),
         (["--engines", "tgi"], "'tgi' is not one of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin"),
+        (["--algorithm", "ngram8"], "'ngram8' is not one of plain, chain, tree, adaptive, adaptive_chain, mtp_chain, "),
+        (
+            ["--options", "ours=[]"],
+            "'ours=[]' is not ENGINE=JSON with an object, of ours, sglang, sglang_fa3, sglang_plugin, vllm, vllm_plugin",
+        ),
         (["--json", "/"], "specdec bench engines: --json / cannot be written, expected a file's name"),
         (
             ["--path", "sglang"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from typing import Any, Protocol
@@ -60,6 +60,17 @@ ALGORITHMS = {
     "ngram": Algorithm(11, 1, 12, drafter="ngram"),
 }
 BLOCK_DRAFTERS = "dspark", "dflash"
+
+
+def algorithm_of(name: str) -> Algorithm:
+    """Return one of `ALGORITHMS`, or a chain or tree with a number of tokens, `chain4`, `mtp_chain6`, `tree16`."""
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    kind = name.rstrip("0123456789")
+    a, num_nodes = ALGORITHMS[kind], int(name[len(kind) :])
+    return replace(a, num_nodes=num_nodes, num_steps=num_nodes - 1 if a.topk == 1 else a.num_steps)
+
+
 FOLDERS = {"eagle3": "head", "dspark": "dspark", "dflash": "dflash"}  # of drafts beside the target
 
 
@@ -82,6 +93,7 @@ class Job:
     turns: str | None = None  # the folder in which engines that share a GPU take turns
     runners: int = 1  # engines that share the GPU
     served: bool = False  # requests are streams of the engine's server
+    options: dict[str, Any] = field(default_factory=dict)  # more of the engine's class
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Runner:
             num_slots=max_batch(job),
             device=job.device,
             dtype=getattr(torch, job.dtype),
+            **job.options,
         )
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated:

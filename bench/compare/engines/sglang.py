@@ -72,6 +72,7 @@ class Runner:
             disable_radix_cache=True,  # or repeated prompts would be free in this engine only
             **settings(job, algorithm, self.ngram),
             **self.options,
+            **job.options,
         )
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated:

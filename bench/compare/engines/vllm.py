@@ -1,4 +1,4 @@
-"""vLLM through its offline `LLM`; its EAGLE-3 drafts are chains. Written for 0.26."""
+"""vLLM through its offline `LLM`; its EAGLE-3 drafts are chains. Written for 0.26 to 0.33."""
 
 from __future__ import annotations
 
@@ -20,13 +20,24 @@ def version() -> str:
     return str(vllm.__version__)
 
 
-def kv_bytes(job: Job, algorithm: Algorithm) -> int:
-    """Return the bytes of KV of a token, in the target and a head of one layer or a block drafter as wide."""
+def cache_bytes(job: Job, algorithm: Algorithm, kv_tokens: int) -> int:
+    """Return the bytes of `kv_tokens` tokens in the target and a head of one layer or a block drafter as wide.
+
+    Gated delta nets have states instead, one more than drafts for each request.
+    """
     config = json.loads((Path(job.target) / "config.json").read_text())
     layers = 1
     if algorithm.drafter in BLOCK_DRAFTERS:
         layers = json.loads((Path(job.head) / "config.json").read_text())["num_hidden_layers"]
-    return 4 * config["num_key_value_heads"] * config["head_dim"] * (config["num_hidden_layers"] + layers)
+    recurrent = config.get("layer_types", []).count("linear_attention")
+    layers += config["num_hidden_layers"] - recurrent
+    states = 0
+    if recurrent:
+        keys, values = (config[f"linear_{of}_head_dim"] for of in ("key", "value"))
+        wide = 2 * keys * config["linear_num_key_heads"] + values * config["linear_num_value_heads"]
+        state = 4 * keys * values * config["linear_num_value_heads"] + 2 * wide * (config["linear_conv_kernel_dim"] - 1)
+        states = max_batch(job) * (1 + algorithm.num_steps) * recurrent * state
+    return kv_tokens * 4 * config["num_key_value_heads"] * config["head_dim"] * layers + states * 5 // 4
 
 
 class Runner:
@@ -43,7 +54,7 @@ class Runner:
 
         shared, drafting = {}, {}
         if (room := kv_tokens(job)) is not None:  # the first sets the size; the second must be free at the start
-            shared = {"kv_cache_memory_bytes": room * kv_bytes(job, algorithm), "gpu_memory_utilization": 0.2}
+            shared = {"kv_cache_memory_bytes": cache_bytes(job, algorithm, room), "gpu_memory_utilization": 0.2}
         is_ngram = algorithm.drafter == "ngram"
         if is_ngram:
             drafting = {"speculative_config": self.ngram | {"num_speculative_tokens": algorithm.num_steps}}
@@ -65,6 +76,7 @@ class Runner:
             **shared,
             **drafting,
             **self.options,
+            **job.options,
         )
         # N-gram rounds without drafts are not counted: the number of rounds follows from accepted drafts.
         self.counter = None if not drafting else ACCEPTED if is_ngram else DRAFTS

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import ALGORITHMS, PACKAGES, Job, Runner, how_installed
+from . import PACKAGES, Job, Runner, algorithm_of, how_installed
 
 VARIABLES = ("SPECDEC_SGLANG", "SPECDEC_VLLM", "VLLM_USE_")  # how variables begin that choose what is measured
 
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
     job = Job(**json.loads(source.read_text()))
     engine = import_module(f".{job.engine}", __package__)
     start = time.perf_counter()
-    runner = engine.Runner(job, ALGORITHMS[job.algorithm])
+    runner = engine.Runner(job, algorithm_of(job.algorithm))
     import torch  # imported by the engine already
     import transformers
 
@@ -72,6 +72,7 @@ def main(arguments: list[str]) -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+        "options": job.options,
         "start_seconds": time.perf_counter() - start,
         "batches": [],
     }

@@ -110,3 +110,18 @@ def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
         return values
 
     return words
+
+
+def sized_words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a parser of what `words_of` parses, and of `known` chains and trees with a number of tokens: `chain4`."""
+    sized = [name for name in known if name.endswith(("chain", "tree"))]
+
+    def words(text: str) -> list[str]:
+        values = text.split(",")
+        for value in values:
+            if value not in known and not re.fullmatch(rf"({'|'.join(sized)})[1-9]\d*", value):
+                names = ", ".join(known)
+                raise argparse.ArgumentTypeError(f"{value!r} is not one of {names}, nor chain or tree with a number")
+        return values
+
+    return words

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
 from typing import Any
 
-from ..arguments import CommandParser, at_least, integers, words_of
+from ..arguments import CommandParser, at_least, integers, sized_words_of, words_of
 from ..optional_dependencies import require
 from .output import NO_CUDA, add_device, add_json, add_models, find_device, load, refuse, refuse_files, show
 
@@ -32,6 +33,7 @@ engines:
 
 algorithms:
   plain, chain, tree, adaptive   as in `specdec bench round`; vLLM has no trees
+  chain4, mtp_chain6, tree16     chains and trees of 4, 6 and 16 tokens
   adaptive_chain                 chains of adaptive length; in vLLM, adaptive verification
   mtp_chain, mtp_tree, mtp_adaptive
                                  an MTP layer in the target's checkpoint, for shapes whose models ship with one, the
@@ -68,8 +70,16 @@ def add_command(bench: CommandParser) -> None:
         help="folders that an engine's process searches for packages first; repeat the flag for several",
     )
     parser.add_argument(
+        "--options",
+        action="append",
+        default=[],
+        type=engine_and_options,
+        metavar="ENGINE=JSON",
+        help="more options of an engine's class (Engine, sglang.Engine, vllm.LLM); repeat the flag for several",
+    )
+    parser.add_argument(
         "--algorithm",
-        type=words_of(ALGORITHMS),
+        type=sized_words_of(ALGORITHMS),
         default=[name for name in ALGORITHMS if not name.startswith(("mtp", "dspark", "dflash"))],
         metavar="NAME",
         help="how to draft, comma-separated (all without MTP and block drafters)",
@@ -110,6 +120,18 @@ def engine_and_folders(text: str) -> tuple[str, list[str]]:
     return engine, folders.split(os.pathsep)
 
 
+def engine_and_options(text: str) -> tuple[str, dict[str, Any]]:
+    """Parse ENGINE=JSON."""
+    engine, _, written = text.partition("=")
+    try:
+        options = json.loads(written)
+    except ValueError:
+        options = None
+    if engine not in ENGINES or not isinstance(options, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not ENGINE=JSON with an object, of {', '.join(ENGINES)}")
+    return engine, options
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     if not require(COMMAND, "engine", ["torch", "transformers", "safetensors"]):
@@ -145,6 +167,7 @@ def comparison_of(args: argparse.Namespace, device: Any) -> Any:
         together=args.together,
         served=args.served,
         folders=dict(args.path),
+        options=dict(args.options),
         out=args.out,
         logs=args.logs,
         device=device,

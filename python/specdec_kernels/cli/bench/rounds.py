@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 from typing import Any
 
 from ...synthetic.names import DOMAINS, DRAFTERS, SHAPES
 from ..algorithms import draft_class
-from ..arguments import CommandParser, at_least, integers, words_of
+from ..arguments import CommandParser, at_least, integers, sized_words_of, words_of
 from ..optional_dependencies import require
 from ..progress import progress
 from ..speculative_flags import own_draft
@@ -148,21 +147,12 @@ def add_command(bench: CommandParser) -> None:
     parser.set_defaults(run=run)
 
 
-def settings(text: str) -> list[str]:
-    """Parse names of SETTINGS, and chains or trees with a number of tokens."""
-    values = text.split(",")
-    for value in values:
-        if value not in SETTINGS and not re.fullmatch(r"(mtp_|dspark_|dflash_)?(chain|tree)[1-9]\d*", value):
-            known = ", ".join(SETTINGS)
-            raise argparse.ArgumentTypeError(f"{value!r} is not one of {known}, nor chain or tree with a number")
-    return values
-
-
 def settings_or_classes(text: str) -> list[str]:
-    """Parse what `settings` does, and draft classes as `module:Class`."""
+    """Parse names of SETTINGS, chains and trees with a number of tokens, and draft classes as `module:Class`."""
+    parse = sized_words_of(SETTINGS)
     for value in text.split(","):
         if ":" not in value:
-            settings(value)
+            parse(value)
     return text.split(",")
 
 

@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import Any
 
-from ..arguments import CommandParser, at_least, integers
+from ..arguments import CommandParser, at_least, integers, sized_words_of
 from ..optional_dependencies import require
 from .output import NO_CUDA, add_device, add_json, add_models, find_device, load, refuse, refuse_files, show
-from .rounds import settings
+from .rounds import SETTINGS
 
 COMMAND = "bench server"
 PACKAGES = ["torch", "transformers", "safetensors", "fastapi", "uvicorn", "prometheus_client"]
@@ -36,7 +36,7 @@ def add_command(bench: CommandParser) -> None:
     add_models(parser)
     parser.add_argument(
         "--algorithm",
-        type=settings,
+        type=sized_words_of(SETTINGS),
         default=["chain"],
         metavar="NAME",
         help="as in `specdec bench round`, comma-separated (chain)",
