@@ -31,6 +31,10 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": HEADS, "head_dim": 16, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16, "v_head_dim": 20,
+}  # fmt: skip
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -152,6 +156,28 @@ def nemotron(num_experts: int) -> Iterator[Shapes]:
     yield mlp(f"{second}.mixer.shared_experts", "up_proj")
 
 
+def latent(num_experts: int) -> Iterator[Shapes]:
+    layer, heads = "model.layers.2", HEADS * (LATENT["qk_nope_head_dim"] + LATENT["v_head_dim"])
+    queries = HEADS * (LATENT["qk_nope_head_dim"] + LATENT["qk_rope_head_dim"])
+    yield vectors(*(f"{layer}.{name}" for name in ("enorm", "hnorm", "shared_head.norm")))
+    yield vectors(f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
+    yield {f"{layer}.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}
+    yield {f"{layer}.{name}.weight": (VOCAB, HIDDEN) for name in ("embed_tokens", "shared_head.head")}
+    yield {
+        f"{layer}.self_attn.q_a_proj.weight": (LATENT["q_lora_rank"], HIDDEN),
+        f"{layer}.self_attn.q_a_layernorm.weight": (LATENT["q_lora_rank"],),
+        f"{layer}.self_attn.q_b_proj.weight": (queries, LATENT["q_lora_rank"]),
+        f"{layer}.self_attn.kv_a_proj_with_mqa.weight": (LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"], HIDDEN),
+        f"{layer}.self_attn.kv_a_layernorm.weight": (LATENT["kv_lora_rank"],),
+        f"{layer}.self_attn.kv_b_proj.weight": (heads, LATENT["kv_lora_rank"]),
+        f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * LATENT["v_head_dim"]),
+    }
+    yield {f"{layer}.mlp.gate.weight": (num_experts, HIDDEN)}
+    yield {f"{layer}.mlp.gate.e_score_correction_bias": (num_experts,)}
+    yield from (gated_mlp(f"{layer}.mlp.experts.{expert}") for expert in range(num_experts))
+    yield gated_mlp(f"{layer}.mlp.shared_experts")
+
+
 def joined(shapes: Iterator[Shapes]) -> Shapes:
     return {name: shape for each in shapes for name, shape in each.items()}
 
@@ -197,5 +223,14 @@ GOLDEN: dict[str, GoldenMtp] = {
             "num_nextn_predict_layers": 1,
         },
         joined(ernie()),
+    ),
+    "glm4_moe_lite": GoldenMtp(
+        "glm4_moe_lite",
+        LATENT | {
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": WIDTH,
+            "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+            "mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
+        },
+        joined(latent(4)),
     ),
 }  # fmt: skip

@@ -50,6 +50,7 @@ MODULES = {  # of vLLM's models: the file and the class of an MTP layer
     "nemotron_h": ("nemotron_h_mtp", "NemotronHMTP"),
     "mimo": ("mimo_mtp", "MiMoMTP"),
     "ernie": ("ernie_mtp", "ErnieMTP"),
+    "glm4_moe_lite": ("glm4_moe_lite_mtp", "Glm4MoeLiteMTP"),
 }
 
 
@@ -118,7 +119,7 @@ def model_of(name: str, case: GoldenMtp, vllm_config: Any) -> tuple[Any, Any]:
     model_config: Any = SimpleNamespace(
         hf_config=config, hf_text_config=config, dtype=torch.float32, head_dtype=torch.float32, multimodal_config=None,
         is_moe=True, quantization=None, enforce_eager=True, max_model_len=128, model=name,
-        word_embeddings_untied_by_checkpoint=True,
+        word_embeddings_untied_by_checkpoint=True, use_mla=False,
     )  # fmt: skip
     vllm_config.model_config = model_config
     vllm_config.speculative_config = SimpleNamespace(draft_model_config=model_config, target_model_config=None)
