@@ -75,7 +75,7 @@ def check_texts(case: str, outputs: list[RequestOutput], wide: bool = False) -> 
 def test_greedy_text_is_that_of_transformers(case: str, draft: Draft | None, device: torch.device) -> None:
     """Five prompts in three slots, prefilled in chunks that several of them share."""
     params = GREEDY if draft is None else predicted(case)
-    pages = [1, 16] if draft is not None else [4]
+    pages = [1, 64] if draft is not None else [4]
     for page_size in pages:
         with make_engine(module_of(case), deepcopy(draft), device, page_size=page_size) as engine:
             outputs = engine.generate(random_prompts(), params)
