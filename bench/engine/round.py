@@ -18,13 +18,14 @@ import gc
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,7 @@ from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.engine.drafts.block import DEFAULT_NUM_NODES as BLOCK_NODES
 from specdec_kernels.engine.drafts.model import DEFAULT_NUM_NODES
 from specdec_kernels.models.families import family_of, kv_numbers
+from specdec_kernels.models.heads.base import DraftHead
 from specdec_kernels.models.heads.block import BlockHead
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
 from specdec_kernels.models.heads.mtp import MtpHead, config_of_layers
@@ -79,6 +81,7 @@ REQUESTS = 8  # requests of a measurement at least, if their accept lengths diff
 PAGE_SIZE = 16
 HEADS: dict[Any, Callable[..., nn.Module]] = {Eagle3: synthetic_eagle3, MTP: synthetic_mtp_head}
 BLOCK_KINDS: dict[Any, Literal["dspark", "dflash"]] = {DSpark: "dspark", DFlash: "dflash"}
+STORABLE: tuple[Any, ...] = Eagle3, *BLOCK_KINDS  # whose weights may be stored in 8 bits
 BLOCK_LAYERS, BLOCK_STEPS, MARKOV_RANK = 5, 7, 256  # of published block drafters
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -179,14 +182,14 @@ class Setup:
     dtype: torch.dtype
     max_len: int | None = None  # longest sequence of the engine; None: what a request needs
     weights: str | None = None  # how the target's layers are stored, one of `STORED`; None: in dtype
-    draft_weights: str | None = None  # how the draft's linears are, "fp8"; None: in dtype
+    draft_weights: str | None = None  # how the draft's are, "fp8" or "fp8-head"; None: in dtype
     implementation: str = "native"  # backend of the target
     cuda_graph: bool = True
     profile: bool = False  # also time the kernels of a round by name
     place: Place | None = None  # of this process among the ranks; None: it is alone
 
     def __post_init__(self) -> None:
-        if self.draft_weights is not None and self.drafting.kind not in (None, Eagle3, *BLOCK_KINDS):
+        if self.draft_weights is not None and self.drafting.kind not in (None, *STORABLE):
             raise ValueError(f"--draft-weights is {self.draft_weights}, expected none with {self.drafting.name}")
         if self.weights == "int4" and hasattr(shape_config(self.shape), "num_experts"):
             raise ValueError(f"--weights is int4, expected fp8 or fp8-rows with --shape {self.shape}, a MoE model")
@@ -317,6 +320,8 @@ class SyntheticModels:
         if setup.weights is not None:
             store_layers(self.target, setup.weights)
         self._draft: tuple[Any, Any] = None, None
+        self._folder = TemporaryDirectory(prefix="specdec-bench-")  # of block drafters
+        weakref.finalize(self, self._folder.cleanup)
 
     def _text_of(self, setup: Setup) -> SyntheticText:
         length = block_text_length(self._config) if setup.drafting.block_size else draft_vocab_of(self._config)
@@ -332,7 +337,7 @@ class SyntheticModels:
     def draft(self, setup: Setup) -> Any:
         """Return a draft model of the setup's kind and acceptance; the last one is cached.
 
-        A block drafter's is its config and its tensors.
+        A block drafter's is a folder, as long as this object lives.
         """
         kind = setup.drafting.kind
         if kind is None:
@@ -343,25 +348,16 @@ class SyntheticModels:
             self._draft = key, self._make_draft(setup)
         return self._draft[1]
 
-    @contextmanager
-    def drafting(self, setup: Setup) -> Iterator[Draft | None]:
-        """Yield the setup's draft, to be opened within the context, after `use`; None for plain decoding."""
-        model = self.draft(setup)
-        if not setup.drafting.block_size:
-            yield draft_of(setup, model)
-            return
-        with TemporaryDirectory(prefix="specdec-bench-") as folder:
-            yield draft_of(setup, save_block_drafter(*model, Path(folder)))
-
     def _make_draft(self, setup: Setup) -> Any:
         kind = setup.drafting.kind
         if kind in HEADS:
             return HEADS[kind](self.target, self.text, setup.acceptance)
         if kind in BLOCK_KINDS:
             sizes: dict[str, Any] = {"block_size": setup.drafting.block_size, "num_layers": BLOCK_LAYERS}
-            return synthetic_block(
+            parts = synthetic_block(
                 self.target, self.text, setup.acceptance, BLOCK_KINDS[kind], **sizes, rank=MARKOV_RANK
             )
+            return save_block_drafter(*parts, Path(mkdtemp(dir=self._folder.name)))
         small = standalone_config(setup.shape)
         return synthetic_causal_lm(small, self.text, acceptance=setup.acceptance, **self._place)
 
@@ -374,21 +370,20 @@ class Bench:
         models = models or SyntheticModels(setup)
         models.use(setup)
         self.text, self.target, self.draft = models.text, models.target, models.draft(setup)
-        with models.drafting(setup) as draft:
-            self.engine = Engine(
-                self.target,
-                draft=draft,
-                implementation=setup.implementation,
-                cuda_graph=setup.cuda_graph,
-                adaptive=setup.drafting.adaptive,
-                max_len=setup.engine_len,
-                num_slots=max_batch,
-                num_pages=setup.num_pages(max_batch),
-                page_size=PAGE_SIZE,
-                device=setup.device,
-                dtype=setup.dtype,
-                tp=setup.shard.size,
-            )
+        self.engine = Engine(
+            self.target,
+            draft=draft_of(setup, self.draft),
+            implementation=setup.implementation,
+            cuda_graph=setup.cuda_graph,
+            adaptive=setup.drafting.adaptive,
+            max_len=setup.engine_len,
+            num_slots=max_batch,
+            num_pages=setup.num_pages(max_batch),
+            page_size=PAGE_SIZE,
+            device=setup.device,
+            dtype=setup.dtype,
+            tp=setup.shard.size,
+        )
         if setup.drafting.block_size or setup.draft_weights is not None:
             self.draft = self.engine.draft.loaded  # as it is stored
 
@@ -509,8 +504,8 @@ class Bench:
             needs = Needs(num_nodes=d.num_nodes, accept_width=d.num_steps + 1, num_steps=d.num_steps)
             num_steps = min(d.num_steps, most_nodes(batch, num_rows, needs) - 1)
             own = self.draft.lm if isinstance(self.draft, MtpHead) else self.draft
-            head = weights(own.lm_head)
-            body = weights(self.draft, batch * d.topk) - head
+            body = weights(self.draft, batch * d.topk) - weights(own.lm_head)
+            head = weights(own.lm_head) if setup.draft_weights is None else logits_weights(self.draft)
             fc = weights(self.draft.fc) if isinstance(self.draft, Eagle3Head) else Weights()  # of committed rows alone
             kv = rows * self.kv_row_bytes(self.draft)
             step = [Pass(body - fc, batch * d.topk, kv), Pass(head, batch * d.topk)]
@@ -523,7 +518,7 @@ class Bench:
         The rows of a serial head's tables that candidates gather are not counted.
         """
         head, d = self.draft, self.setup.drafting
-        body, lm_head = weights(head.layers), weights(head.lm_head)
+        body, lm_head = weights(head.layers), logits_weights(head)
         injected = weights(head.fc)
         for layer in head.layers:
             injected += weights(layer.self_attn.k_proj) + weights(layer.self_attn.v_proj)
@@ -658,6 +653,12 @@ def weights(module: nn.Module, num_rows: int | None = None) -> Weights:
                 is_experts = p.ndim == 3 and not isinstance(part, nn.Conv1d)
                 total += selected(module, mine, num_rows) if is_experts else mine
     return total
+
+
+def logits_weights(head: DraftHead) -> Weights:
+    """Return the weights of a draft's LM head, which may be a copy of the target's."""
+    weight = head.logits_weight
+    return Weights(math.prod(weight.shape), weight.nbytes)
 
 
 def selected(module: Any, experts: Weights, num_rows: int | None) -> Weights:

@@ -45,9 +45,10 @@ def number_text(value: float | None) -> str:
 
 
 def steps_text(params: Line) -> str:
-    """Return the algorithm and its steps, branches and nodes."""
+    """Return the algorithm, its steps, branches and nodes, and how the draft's weights are stored."""
     steps = f" ({params['num_steps']}, {params['topk']}, {params['nodes']})" if params["num_steps"] else ""
-    return f"{params['algorithm']}{steps}"
+    stored = f" {params['draft_weights']}" if "draft_weights" in params else ""
+    return f"{params['algorithm']}{steps}{stored}"
 
 
 def p90_text(line: Line, scale: float = 1.0) -> str:

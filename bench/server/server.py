@@ -32,7 +32,7 @@ import torch
 
 from specdec_kernels.engine import AsyncEngine, Engine, SamplingParams
 
-from ..engine.round import GOLDEN, PAGE_SIZE, RoundClock, Setup, SyntheticModels
+from ..engine.round import GOLDEN, PAGE_SIZE, RoundClock, Setup, SyntheticModels, draft_of
 from ..ops.harness import Result
 from .synthetic_tokenizer import SyntheticTokenizer, json_starts
 
@@ -125,21 +125,20 @@ class Bench:
         self._starts = json_starts(models.text, most)
         self._tokenizer = SyntheticTokenizer(models.text, self._starts)
         models.target.generation_config.eos_token_id = self._tokenizer.eos
-        with models.drafting(setup) as draft:
-            self.engine = Engine(
-                models.target,
-                draft=draft,
-                tokenizer=self._tokenizer.fast(),
-                adaptive=setup.drafting.adaptive,
-                max_len=setup.engine_len,
-                num_slots=most,
-                num_pages=setup.num_pages(most),
-                page_size=PAGE_SIZE,
-                prefix_cache=True,
-                grammars=has_grammars(),
-                device=setup.device,
-                dtype=setup.dtype,
-            )
+        self.engine = Engine(
+            models.target,
+            draft=draft_of(setup, models.draft(setup)),
+            tokenizer=self._tokenizer.fast(),
+            adaptive=setup.drafting.adaptive,
+            max_len=setup.engine_len,
+            num_slots=most,
+            num_pages=setup.num_pages(most),
+            page_size=PAGE_SIZE,
+            prefix_cache=True,
+            grammars=has_grammars(),
+            device=setup.device,
+            dtype=setup.dtype,
+        )
 
     def measure(self, clients: Clients, batch: int, kind: str) -> Result:
         """Measure prompts of a kind, "even" or "json"."""

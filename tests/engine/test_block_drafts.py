@@ -105,17 +105,18 @@ def test_weights_in_8_bits_draft_the_tree_of_rounded_weights_and_the_same_text(
     folder = write_drafter(tmp_path / "drafter", name)
     [prompt] = random_prompts(1)
     texts, trees, sizes = [], [], []
-    for weights in (None, "fp8"):
+    for weights in (None, "fp8", "fp8-head"):
         draft = draft_of(name, folder, num_nodes=NODES, num_candidates=CANDIDATES, draft_weights=weights)
         with make_engine(target, draft, batch_invariant=True) as engine, patched() as patch:
             drafted = record(engine, patch)
             texts.append(engine.generate([prompt], GREEDY)[0].tokens)
             trees.append(drafted[0][1])
             sizes.append(sum(weight.nbytes for weight in draft.loaded.weights.values()))  # type: ignore[attr-defined]
-    assert texts[0] == texts[1] and sizes[1] < 0.7 * sizes[0]
-    text = [*prompt, texts[0][0]]
-    rounded = Drafter(target, folder, in_8_bits=True).tree(text, NODES - 1, CANDIDATES)
-    assert distance(trees[1], rounded) < 0.02 < distance(trees[0], rounded)
+    assert texts[0] == texts[1] == texts[2] and sizes[2] == sizes[1] < 0.7 * sizes[0]
+    text, is_shared = [*prompt, texts[0][0]], "reduced" not in name
+    own, whole = (Drafter(target, folder, weights=w).tree(text, NODES - 1, CANDIDATES) for w in ("fp8", "fp8-head"))
+    assert distance(trees[1], own) < 0.02 < distance(trees[0], own)
+    assert distance(trees[2], whole) < 0.02 and (distance(trees[1], whole) > 0.02) == is_shared
 
 
 def distance(one: Tree, other: Tree) -> float:
@@ -178,8 +179,9 @@ def test_weights_in_8_bits_of_a_given_head_are_a_copy_that_sleeps_and_is_updated
     with make_engine(target, DSpark(folder, topk=1)) as engine:
         head = engine.draft.loaded  # type: ignore[attr-defined]
         before = {name: parameter.clone() for name, parameter in head.named_parameters()}
-        with make_engine(target, DSpark(head, topk=1, draft_weights="fp8")) as other:
-            assert isinstance(other.draft.loaded.layers[0].mlp.down_proj, QuantizedLinear)  # type: ignore[attr-defined]
+        with make_engine(target, DSpark(head, topk=1, draft_weights="fp8-head")) as other:
+            loaded: Any = other.draft.loaded  # type: ignore[attr-defined]
+            assert isinstance(loaded.layers[0].mlp.down_proj, QuantizedLinear)
             for sleeps in (False, True):
                 if sleeps:
                     other.sleep()
@@ -193,6 +195,10 @@ def test_weights_in_8_bits_of_a_given_head_are_a_copy_that_sleeps_and_is_updated
             other.update_weights(draft={name: tensors[name]})
             [output] = other.generate([prompt], params)
             assert output.stats.accept_length > 3
+            halves = before["lm_head.weight"] / 2
+            other.update_weights({"lm_head.weight": halves})  # the copy in 8 bits follows
+            assert torch.allclose(loaded.logits_weight.dequantize(), halves, rtol=0.07, atol=1e-4)
+            other.update_weights({"lm_head.weight": before["lm_head.weight"]})
         assert all(torch.equal(before[name], parameter) for name, parameter in head.named_parameters())
         assert engine.generate([prompt], params)[0].tokens == expected
 
@@ -400,7 +406,7 @@ def test_options_and_folders_of_another_kind_are_refused(target: Path, tmp_path:
         assert message in str(error.value)
     with pytest.raises(ValueError, match="DFlash: num_candidates is 65, expected 1 to 64"):
         DFlash(dflash, num_candidates=65)
-    with pytest.raises(ValueError, match="DFlash: draft_weights is 'int4', expected None or 'fp8'"):
+    with pytest.raises(ValueError, match="DFlash: draft_weights is 'int4', expected None, 'fp8' or 'fp8-head'"):
         DFlash(dflash, draft_weights="int4")
     with pytest.raises(ValueError, match=r"DFlash: kv_dtype is 'int8', expected None \(that of the weights\) or 'fp8_"):
         DFlash(dflash, kv_dtype="int8")

@@ -240,15 +240,19 @@ def test_rounds_of_weights_in_fewer_bits(weights: str, tmp_path: Path) -> None:
 
 def test_rounds_of_draft_weights_in_8_bits_read_half_of_their_bytes(tmp_path: Path) -> None:
     command = ["bench", "round", "--device", "cpu", "--quick", "--accept", "3.5", "--output", "60"]
-    plain, dense, stored = [], [], []
-    for found, options in ((plain, ["none"]), (dense, ["chain"]), (stored, ["chain", "--draft-weights", "fp8"])):
-        record = tmp_path / "round.json"
-        assert main([*command, "--algorithm", *options, "--json", str(record)]) == 0
-        found += json.loads(record.read_text())["results"]
-    assert stored[0]["params"] == dense[0]["params"] | {"draft_weights": "fp8"}
-    assert stored[0]["facts"]["accept_length"] == pytest.approx(dense[0]["facts"]["accept_length"], abs=0.2)
-    target, head, smaller = (r[0]["facts"]["weight_bytes"] for r in (plain, dense, stored))
-    assert smaller - target < 0.3 * (head - target)  # elements of one byte in place of four, and their scales
+    record = tmp_path / "round.json"
+    options = ["none,chain,dspark_chain", "--draft-weights", "none,fp8,fp8-head"]
+    assert main([*command, "--algorithm", *options, "--json", str(record)]) == 0
+    plain, *chains = json.loads(record.read_text())["results"]
+    target, *sizes = (r["facts"]["weight_bytes"] for r in (plain, *chains))
+    for dense, *stored in (chains[:3], chains[3:]):
+        for weights, result in zip(("fp8", "fp8-head"), stored, strict=True):
+            assert result["params"] == dense["params"] | {"draft_weights": weights}
+            assert result["facts"]["accept_length"] == pytest.approx(dense["facts"]["accept_length"], abs=0.2)
+    head, own, all_own = (size - target for size in sizes[:3])
+    assert own < 0.3 * head and all_own == own  # elements of one byte in place of four, and their scales
+    drafter, own, whole = (size - target for size in sizes[3:])
+    assert whole < 0.3 * drafter < own  # its LM head is the target's
 
 
 @pytest.mark.exhaustive

@@ -170,11 +170,18 @@ def in_8_bits(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows * factor).to(torch.float8_e4m3fn).float(), factor
 
 
-class Drafter:
-    """A drafter by its formulas, over a target as transformers runs it; `in_8_bits` as with draft_weights="fp8"."""
+def linear_in_8_bits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product of rows and weights that are rounded to 8 bits."""
+    rows, weights = (part / scale for part, scale in map(in_8_bits, (x, weight)))
+    return functional.linear(rows, weights, bias)
 
-    def __init__(self, target: Any, folder: Path, *, in_8_bits: bool = False) -> None:
-        self.in_8_bits, is_folder = in_8_bits, isinstance(target, Path)
+
+class Drafter:
+    """A drafter by its formulas, over a target as transformers runs it; `weights` as `draft_weights`."""
+
+    def __init__(self, target: Any, folder: Path, *, weights: str | None = None) -> None:
+        self.in_8_bits, is_folder = weights is not None, isinstance(target, Path)
+        self.copies_head = weights == "fp8-head"
         self.target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32) if is_folder else target
         self.target.eval()
         self.tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -191,7 +198,7 @@ class Drafter:
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight = self.tensors[f"{name}.weight"]
         if self.in_8_bits and name.startswith(("fc", "layers.", "lm_head")):
-            x, weight = (rows / scale for rows, scale in map(in_8_bits, (x, weight)))
+            return linear_in_8_bits(x, weight, self.tensors.get(f"{name}.bias"))
         return functional.linear(x, weight, self.tensors.get(f"{name}.bias"))
 
     def norm(self, name: str, x: Tensor) -> Tensor:
@@ -277,7 +284,10 @@ class Drafter:
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
-        return self.linear("lm_head", states) if "lm_head.weight" in self.tensors else self.target.lm_head(states)
+        if "lm_head.weight" in self.tensors:
+            return self.linear("lm_head", states)
+        head = self.target.lm_head
+        return linear_in_8_bits(states, head.weight, None) if self.copies_head else head(states)
 
     @property
     def id_map(self) -> Tensor | None:

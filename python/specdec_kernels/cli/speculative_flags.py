@@ -43,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--speculative-draft-model-quantization",
-        choices=["fp8"],
-        help="quantize the linears of an EAGLE-3 head or a block drafter to 8 bits when it is loaded",
+        choices=["fp8", "fp8-head"],
+        help="quantize the linears of an EAGLE-3 head or a block drafter to 8 bits when it is loaded; fp8-head: with "
+        "a copy of the target's LM head, if it drafts with that",
     )
     parser.add_argument(
         "--speculative-draft-kv-cache-dtype",

@@ -126,8 +126,10 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument("--weights", choices=WORDS["weights"], help="how the target's layers are stored (in --dtype)")
     parser.add_argument(
         "--draft-weights",
-        choices=["fp8"],
-        help="how linears of EAGLE-3 heads and block drafters are stored (in --dtype)",
+        type=words_of(("none", "fp8", "fp8-head")),
+        metavar="NAME",
+        help="how linears of EAGLE-3 heads and block drafters are stored: none (in --dtype), fp8, or fp8-head, which "
+        "is fp8 with a copy of the target's LM head; several with commas (none)",
     )
     for name, metavar in (("num-steps", "N"), ("eagle-topk", "K"), ("num-draft-tokens", "N")):
         parser.add_argument(
@@ -257,9 +259,10 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
     else:
         acceptances = args.acceptance or ["chat"]
     setups = []
-    for chosen, name in itertools.product(acceptances, names):
+    stored = [None if how == "none" else how for how in args.draft_weights or ["none"]]
+    for chosen, name, draft_weights in itertools.product(acceptances, names, stored):
         drafting = own_drafting(args, name, shape) if ":" in name else rounds.drafting_of(name)
-        if drafting.kind is None and chosen is not acceptances[0]:
+        if drafting.kind is None and (chosen is not acceptances[0] or draft_weights is not stored[0]):
             continue
         if drafting.kind is not None and drafting.make is None:
             drafting = replace(drafting, **{key: value for key, value in given.items() if value is not None})
@@ -280,7 +283,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
             dtype=getattr(torch, dtype),
             max_len=args.max_len,
             weights=args.weights,
-            draft_weights=args.draft_weights,
+            draft_weights=draft_weights,
             implementation=args.implementation,
             cuda_graph=not args.disable_cuda_graph,
             profile=args.profile,

@@ -160,7 +160,8 @@ class Eagle3(HeadDraft):
             likeliest: rounds of a chain (topk=1) give more tokens. One seed then gives one text for this draft alone,
             as long as the request is not retracted and rounds are not adaptive.
         draft_weights: "fp8" quantizes the head's own linears to 8 bits when it is loaded, with a scale for each row of
-            a weight and of its input: half of the bytes, and drafts that differ by rounding. None: as they are.
+            a weight and of its input: half of the bytes, and drafts that differ by rounding. "fp8-head" does the same,
+            and an LM head that is the target's becomes a copy in 8 bits. None: as they are.
         kv_dtype: "fp8_e4m3" keeps the draft's own keys and values in 8 bits, whatever the target's. None: in the dtype
             of the weights.
 

@@ -38,14 +38,15 @@ TILE_ROWS = 64  # of a draft step: a tile of `small_m_gemm`; fewer rows hardly t
 # costs less per row as long as reading the weights dominates.
 MAX_IDLE_ROUNDS = 16
 DEFAULT_NUM_NODES = 48  # of a tree
+QUANTIZED = "fp8", "fp8-head"  # values of `draft_weights`
 IN_8_BITS = "fp8_e4m3", torch.float8_e4m3fn  # values of `kv_dtype`
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
 
 
 def check_storage(name: str, draft_weights: str | None, kv_dtype: str | torch.dtype | None) -> None:
     """Raise a ValueError for a way to store a draft's weights or KV that there is not; `name` is the draft's."""
-    if draft_weights not in (None, "fp8"):
-        raise ValueError(f"{name}: draft_weights is {draft_weights!r}, expected None or 'fp8'")
+    if draft_weights not in (None, *QUANTIZED):
+        raise ValueError(f"{name}: draft_weights is {draft_weights!r}, expected None, 'fp8' or 'fp8-head'")
     if kv_dtype not in (None, *IN_8_BITS):
         raise ValueError(f"{name}: kv_dtype is {kv_dtype!r}, expected None (that of the weights) or 'fp8_e4m3'")
 

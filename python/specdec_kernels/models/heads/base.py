@@ -27,12 +27,12 @@ from ..layers.attention import Attention
 from ..layers.decoder_layer import Layer
 from ..layers.embedding import LMHead
 from ..layers.head_layout import HeadLayout
-from ..layers.linear import Linear
+from ..layers.linear import Linear, linear_of
 from ..layers.mixer import Mixer, attach_caches, kv_layouts_of, mixers_of
 from ..layers.norm import rms_norm_of
 from ..layers.outputs import LayerOutput
 from ..layers.paged_batch import PagedBatch
-from ..layers.quantized import Fp8Weight, QuantizedLinear, quantized_rows
+from ..layers.quantized import Fp8Weight, QuantizedLinear, QuantizedWeight, quantized_rows
 from ..layers.rope import Rope
 from ..weights.checkpoint import Kind
 from ..weights.kv_scales import measured_scale
@@ -150,7 +150,8 @@ class HeadStorage:
 
     Attributes:
         weights: "fp8": linears of the head's own are quantized when it is loaded, by `Fp8Weight.of_rows`; the target's
-            LM head and tables stay as they are. None: all as loaded.
+            LM head and tables stay as they are. "fp8-head": the LM head that it shares is a copy in 8 bits as well.
+            None: all as loaded.
         kv_dtype: of the pools; None: that of the weights. In float8_e4m3fn each layer has scales, which are measured in
             one pass over random tokens and states.
         window_pages: as in `KvPools.allocate`.
@@ -178,6 +179,7 @@ class DraftHead(nn.Module):
     fc: nn.Linear
     _parts: Any
     embed_tokens: nn.Embedding
+    lm_head: nn.Linear
     pools: KvPools
     is_given = False  # whether the parameters are the caller's
     _among: list[int] | None = None  # the target's tokens that it predicts; None: all
@@ -264,6 +266,19 @@ class DraftHead(nn.Module):
     def _make_parts(self) -> Any:
         """Return what `forward` computes with: `layers`, and what precedes and follows them."""
         raise NotImplementedError
+
+    def _lm_head(self) -> Linear:
+        """Return the product with `lm_head`, by a copy in 8 bits if `storage` asks for one of the target's."""
+        head = linear_of(self.lm_head)
+        if self.storage.weights != "fp8-head" or not isinstance(head.weight, Tensor):
+            return head
+        return head._replace(weight=Fp8Weight.of_rows(head.weight))
+
+    @property
+    def logits_weight(self) -> Tensor | QuantizedWeight:
+        """The weight [Vd, H] that logits are computed with."""
+        head: Linear | LMHead = self._parts.head
+        return (head.linear if isinstance(head, LMHead) else head).weight
 
     def draft_among(self, ids: list[int]) -> None:
         """Predict only these tokens of the target, by a copy of their rows of `lm_head`."""

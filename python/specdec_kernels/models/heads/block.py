@@ -368,7 +368,7 @@ class BlockHead(DraftHead):
             layers=layers,
             injection=injection,
             norm=rms_norm_of(self.norm),
-            head=LMHead(linear_of(self.lm_head), unless_one(self.block.logit_scale), self.block.soft_cap),
+            head=LMHead(self._lm_head(), unless_one(self.block.logit_scale), self.block.soft_cap),
             markov=None if markov is None else markov_of(self.block.markov, markov),
             selector=None if selector is None else selector_of(selector),
             confidence=None if self.confidence_head is None else linear_of(self.confidence_head.proj),

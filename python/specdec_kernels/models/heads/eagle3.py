@@ -140,7 +140,7 @@ class Eagle3Head(DraftHead):
             fc=linear_of(self.fc),
             layers=self._make_layers(),
             norm=rms_norm_of(self.norm),
-            head=linear_of(self.lm_head),
+            head=self._lm_head(),
         )
 
     def join(self, features: Tensor) -> Tensor:

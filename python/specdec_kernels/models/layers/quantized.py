@@ -34,6 +34,7 @@ from .fp8 import (
 )
 
 WORDS = 256  # 4-bit columns that are ordered together
+ROWS_AT_ONCE = 4096  # of a weight that is quantized, each in float32 meanwhile
 
 
 class QuantizedWeight(ABC):
@@ -112,9 +113,15 @@ class Fp8Weight(QuantizedWeight):
     @classmethod
     def of_rows(cls, weight: Tensor) -> Fp8Weight:
         """Quantize a weight [out, in] with a scale for each row, for activations with one for each row of theirs."""
-        weight = weight.detach().float()
-        scales = (weight.abs().amax(1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-        return cls((weight / scales).to(FP8), scales, "token")
+        weight, least = weight.detach(), torch.finfo(torch.float32).tiny
+        qweight = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+        scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
+        parts = (torch.split(part, ROWS_AT_ONCE) for part in (weight, qweight, scales))
+        for rows, quantized, scale in zip(*parts, strict=True):
+            rows = rows.float()
+            scale.copy_((rows.abs().amax(1, keepdim=True) / LARGEST).clamp(min=least))
+            quantized.copy_(rows / scale)
+        return cls(qweight, scales, "token")
 
     @property
     def shape(self) -> tuple[int, int]:
