@@ -66,6 +66,18 @@ def test_four_ranks_compute_what_one_computes_with_two_key_heads(case: str) -> N
     expect_equal_shards(case, 4)
 
 
+@pytest.mark.parametrize(("case", "each"), [("llama 32", 2), ("gemma2", 2), ("granite", 2), ("gptj", 1), ("cohere", 1)])
+def test_layers_reduce_in_norms_and_parallel_parts_once(case: str, each: int) -> None:
+    module, reduction = module_of(case), ThreadReduction(2)
+    tokens, layers = torch.arange(7)[None], module.config.num_hidden_layers
+    models = [CausalLM(copy.deepcopy(module), options(shard=Shard(rank, 2), reduction=reduction)) for rank in range(2)]
+    reduction.run(lambda rank: outputs_of(models[rank], tokens))
+    # The last layer of a prompt is entered twice: by all rows, and by the last one alone.
+    twice = 0 if case == "gemma2" else 1
+    assert reduction.sums == 2 * each * layers + twice
+    assert reduction.norms == (0 if each == 1 else reduction.sums)  # a LayerNorm reads whole sums
+
+
 def test_eight_ranks_replicate_key_heads_and_share_a_vocabulary_that_they_do_not_divide(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

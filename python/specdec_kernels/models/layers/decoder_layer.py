@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .mixer import Mixer
 from .mlp import MLP, FeedForward, GatedMLP
-from .norm import Norm, PostNorm, RMSNormQuant
-from .outputs import LayerOutput, combined
+from .norm import Norm, PostNorm, RMSNormQuant, Scale, post_normed
+from .outputs import LayerOutput, PartialSum, added
 from .paged_batch import PagedBatch
 
 
@@ -81,8 +81,7 @@ class Layer:
         if residual_out is None and post_norm is None:
             normed, residual = self.pre_feed_forward_norm.add_norm(*out.add_to(residual, mixed))
         else:
-            x = out(mixed)
-            x = x if post_norm is None else post_norm(x)
+            x = post_normed(post_norm, out.unreduced(mixed))
             normed, residual = self.pre_feed_forward_norm.add_norm(x, residual, residual_out)
         return self.feed_forward_and_norm(normed, residual)
 
@@ -91,7 +90,7 @@ class Layer:
         if self.post_feed_forward_norm is None:
             return self.feed_forward(normed, residual)
         output, _ = self.feed_forward(normed, None)
-        return self.post_feed_forward_norm(combined(output)), residual
+        return post_normed(self.post_feed_forward_norm, output), residual
 
 
 @dataclass
@@ -120,7 +119,10 @@ class ParallelLayer(Layer):
         if residual_out is not None:
             residual = residual_out.copy_(residual)
         x, rest = self.mixer.out.add_to(residual, mixed)
-        return self.feed_forward(normed, combined(x) if rest is None else rest.add_(combined(x)))
+        if isinstance(x, PartialSum):
+            output, rest = self.feed_forward(normed, rest)
+            return added(x, output), rest
+        return self.feed_forward(normed, x if rest is None else rest.add_(x))
 
 
 @dataclass
@@ -148,10 +150,11 @@ class TwoMixerLayer(Layer):
         outputs = []
         for mixer, in_scale, out_scale in zip(self.mixers, self.in_scales, self.out_scales, strict=True):
             mixed = mixer(scaled(normed, in_scale), positions, batch)
-            outputs.append(scaled(mixer.out(mixed if only is None else mixed[only]), out_scale))
+            output = mixer.out.unreduced(mixed if only is None else mixed[only])
+            outputs.append(post_normed(None if out_scale == 1.0 else Scale(out_scale), output))
         residual = residual if only is None else residual[only]
         assert self.pre_feed_forward_norm is not None
-        normed, residual = self.pre_feed_forward_norm.add_norm(outputs[0] + outputs[1], residual, residual_out)
+        normed, residual = self.pre_feed_forward_norm.add_norm(added(*outputs), residual, residual_out)
         return self.feed_forward_and_norm(normed, residual)
 
 

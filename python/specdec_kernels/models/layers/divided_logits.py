@@ -32,11 +32,12 @@ class DividedLogits(NamedTuple):
         ids, _ = select_topk(self.partial, k)
         values = self.partial.gather(-1, ids.long()).float()
         total = self.partial.float().logsumexp(-1, keepdim=True)
-        own = torch.cat([values, (ids + columns.own.start).view(torch.float32), total], -1)
-        values, bits, totals = torch.split(columns.gather(own).view(len(own), size, -1), [k, k, 1], dim=-1)
+        rest = -2 * k % 4 or 4  # of whole 16 bytes, as kernels exchange them
+        own = torch.cat([values, (ids + columns.own.start).view(torch.float32), total.expand(-1, rest)], -1)
+        values, bits, totals = torch.split(columns.gather(own).view(len(own), size, -1), [k, k, rest], dim=-1)
         values, order = values.flatten(1).sort(stable=True, dim=-1, descending=True)
         all_ids = bits.contiguous().view(torch.int32).flatten(1)
-        logprobs = values[:, :k] - totals.squeeze(-1).logsumexp(-1, keepdim=True)
+        logprobs = values[:, :k] - totals[..., 0].logsumexp(-1, keepdim=True)
         logprobs = logprobs.clamp(max=0).masked_fill(logprobs.isnan(), -torch.inf)
         return TopK(all_ids.gather(-1, order[:, :k]), logprobs)
 

@@ -69,15 +69,18 @@ class Linear(NamedTuple):
         out: Tensor = silu_and_mul(functional.linear(x, self.weight, self.bias))
         return out
 
+    def unreduced(self, x: Tensor) -> Tensor | PartialSum:
+        """Return the output for x [rows, in], a partial sum if inputs are divided among ranks."""
+        return self(x) if self.reduction is LOCAL else PartialSum(self._partial(x), self.reduction)
+
     def add_to(self, residual: Tensor | None, x: Tensor) -> tuple[Tensor | PartialSum, Tensor | None]:
         """Return the output for x [rows, in] and the residual that is still to be added to it, [rows, out] each.
 
         Where cuBLAS multiplies, it adds too: the sum is written over the residual and returned with None. With inputs
-        divided among ranks the output is a partial sum, which the next norm reduces. Without a residual the output is
-        whole.
+        divided among ranks the output is a partial sum, which the next norm reduces.
         """
-        if residual is not None and self.reduction is not LOCAL:
-            return PartialSum(self._partial(x), self.reduction), residual
+        if self.reduction is not LOCAL:
+            return self.unreduced(x), residual
         by_cublas = x.is_cuda and not self._is_small(x) and isinstance(self.weight, Tensor)
         if residual is None or self.bias is not None or not by_cublas:
             return self(x), residual

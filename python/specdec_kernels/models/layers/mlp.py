@@ -20,7 +20,7 @@ class FeedForward(Protocol):
         """Return the part's output for normalized rows [T, H], and the residual that is still to be added to it.
 
         If the second is None, the first is the sum of both, written over the residual. Without a residual the output
-        is a tensor.
+        is a tensor or a partial sum.
         """
 
 

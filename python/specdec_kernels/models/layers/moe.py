@@ -430,7 +430,7 @@ class MoE(FeedForward):
     def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
         if (reduction := self.experts.reduction) is not LOCAL:
             partial = self._outputs(normed, self.router(normed))
-            return (reduction.sum(partial), None) if residual is None else (PartialSum(partial, reduction), residual)
+            return PartialSum(partial, reduction), residual
         routing = self.router(normed)
         if residual is not None and self.shared is None and self.experts.plan(normed, routing) == "moe_grouped_gemm":
             return self.experts.expert_outputs(normed, routing), residual

@@ -39,6 +39,21 @@ class PostNorm(Protocol):
         """Return [..., H] from [..., H]."""
 
 
+def post_normed(norm: PostNorm | None, x: LayerOutput) -> LayerOutput:
+    """Return a part's output after the norm or scale that follows it, if there is one.
+
+    A norm reduces a partial sum in its own launch; a scaled one stays partial.
+    """
+    if norm is None:
+        return x
+    if isinstance(x, PartialSum) and isinstance(norm, Scale):
+        return x._replace(partial=norm(x.partial))
+    if isinstance(x, PartialSum) and isinstance(norm, RMSNorm) and norm.reduction is LOCAL:
+        normed: Tensor = x.reduction.add_norm(norm, x.partial, None, None)[0]
+        return normed
+    return norm(combined(x))
+
+
 class Scale(NamedTuple):
     """Multiplies a part's output before it is added to the residual stream."""
 

@@ -41,6 +41,13 @@ class PartialSum(NamedTuple):
 LayerOutput = Tensor | ExpertOutputs | PartialSum
 
 
+def added(x: LayerOutput, y: LayerOutput) -> LayerOutput:
+    """Return x + y. Partial sums stay one, which takes one reduction."""
+    if isinstance(x, PartialSum) and isinstance(y, PartialSum) and x.reduction is y.reduction:
+        return x._replace(partial=x.partial + y.partial)
+    return combined(x) + combined(y)
+
+
 def combined(x: LayerOutput) -> Tensor:
     """Return x itself, or the sum that it stands for."""
     return x if isinstance(x, Tensor) else x.combine()

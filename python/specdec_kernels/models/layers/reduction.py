@@ -64,7 +64,7 @@ class Columns(Reduction):
     def sum(self, x: Tensor) -> Tensor:
         """Return all columns [..., count] from this rank's."""
         most = -(-self.count // self.size)
-        columns = self.gather(functional.pad(x, (0, most - len(self.own))))
+        columns = self.gather(functional.pad(x, (0, most - len(self.own))) if most > len(self.own) else x)
         return columns if most * self.size == self.count else columns[..., : self.count].contiguous()
 
     def gather(self, x: Tensor) -> Tensor:
