@@ -175,11 +175,18 @@ def flash_attn_with_kvcache(
     return (out, lse.transpose(1, 2)) if return_softmax_lse else out
 
 
+def get_mla_decoding_metadata(lens: Tensor, rows: int, heads_k: int, *, use_legacy: bool) -> tuple[Tensor, Tensor]:
+    assert use_legacy and heads_k == 1
+    return lens * rows, lens
+
+
 def flash_mla_with_kvcache(
-    q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, head_dim_v: int, schedule: Tensor,
-    num_splits: Tensor, softmax_scale: float, causal: bool,
+    q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, head_dim_v: int, schedule: SimpleNamespace,
+    *, softmax_scale: float, causal: bool, use_legacy: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    assert causal and torch.equal(schedule, cache_seqlens) and torch.equal(num_splits, cache_seqlens)
+    rows = q.shape[1] * q.shape[2]
+    assert causal and use_legacy and torch.equal(schedule.num_splits, cache_seqlens)
+    assert torch.equal(schedule.tile_scheduler_metadata, cache_seqlens * rows)
     out, lse = flash_attn_with_kvcache(
         q, k_cache, k_cache[..., :head_dim_v], cache_seqlens=cache_seqlens, page_table=block_table, causal=True,
         return_softmax_lse=True, softmax_scale=softmax_scale,
@@ -222,8 +229,10 @@ DOUBLES = {
     "sgl_kernel.flash_attn": SimpleNamespace(
         flash_attn_with_kvcache=flash_attn_with_kvcache, get_scheduler_metadata=get_scheduler_metadata
     ),
-    "sgl_kernel.flash_mla": SimpleNamespace(
-        flash_mla_with_kvcache=flash_mla_with_kvcache, get_mla_metadata=lambda lens, _rows, _heads: (lens, lens)
+    "flash_mla": SimpleNamespace(
+        flash_mla_with_kvcache=flash_mla_with_kvcache,
+        get_mla_decoding_metadata=get_mla_decoding_metadata,
+        get_mla_metadata=lambda: (SimpleNamespace(), None),
     ),
     "sgl_kernel": SimpleNamespace(merge_state_v2=merge_state_v2),
     "sglang.kernels.ops.speculative.tree": SimpleNamespace(

@@ -1,4 +1,6 @@
-"""Multi-head latent attention of SGLang's packages: FlashMLA, and FlashAttention-3 in two passes (sglang 0.5.23).
+"""Multi-head latent attention of SGLang's packages: FlashMLA, and FlashAttention-3 in two passes.
+
+Written for sgl-flash-mla 1.0.0 and sglang-kernel 0.4.10, which sglang 0.5.23 has.
 
 FlashMLA has no tree masks: its causal chain reads the rows that a tree reads, a lower bound. FlashAttention-3 takes the
 latent part of queries as `qv`; a tree takes two passes and a merge, as in SGLang's `fa3` backend.
@@ -23,7 +25,7 @@ def mla_tree_attention(
 ) -> Sequence[Baseline]:
     """Return the baselines of mla_tree_attention that run here."""
     device, baselines = x.q.device, []
-    flash_mla = module("sgl_kernel.flash_mla", device)
+    flash_mla = module("flash_mla", device)
     if x.k_pool.dtype != x.q.dtype:
         return ()
     if flash_mla is not None and x.page_size == FLASH_MLA_PAGE:
@@ -36,14 +38,20 @@ def mla_tree_attention(
 
 
 def chain(x: PagedTrees, scale: float, flash_mla: Any) -> Callable[[], Tensor]:
-    """Return FlashMLA's call; its schedule of tiles is computed once per step for all layers."""
+    """Return FlashMLA's call; its schedule of tiles is computed once per step for all layers.
+
+    Dense decoding is on the "legacy" side of sgl-flash-mla 1.0, which has the kernels for Hopper.
+    """
     nodes, heads = x.q.shape[1:3]
     seq_lens, latent = x.seq_lens, x.v_pool.shape[-1]
-    schedule, num_splits = flash_mla.get_mla_metadata(seq_lens, nodes * heads, 1)
+    schedule, _ = flash_mla.get_mla_metadata()
+    schedule.tile_scheduler_metadata, schedule.num_splits = flash_mla.get_mla_decoding_metadata(
+        seq_lens, nodes * heads, 1, use_legacy=True
+    )
 
     def call() -> Tensor:
         out: Tensor = flash_mla.flash_mla_with_kvcache(
-            x.q, x.k_pool, x.page_table, seq_lens, latent, schedule, num_splits, softmax_scale=scale, causal=True
+            x.q, x.k_pool, x.page_table, seq_lens, latent, schedule, softmax_scale=scale, causal=True, use_legacy=True
         )[0]
         return out
 
