@@ -35,6 +35,10 @@ LATENT = {
     "num_key_value_heads": HEADS, "head_dim": 16, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16, "v_head_dim": 20,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -223,6 +227,16 @@ GOLDEN: dict[str, GoldenMtp] = {
             "num_nextn_predict_layers": 1,
         },
         joined(ernie()),
+    ),
+    "deepseek_v3": GoldenMtp(
+        "deepseek_v3",
+        LATENT | {
+            "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": WIDTH,
+            "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1, "rope_parameters": YARN,
+        },
+        joined(latent(8)),
     ),
     "glm4_moe_lite": GoldenMtp(
         "glm4_moe_lite",

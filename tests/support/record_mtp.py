@@ -1,9 +1,12 @@
 """Record what vLLM's MTP layers draft on a CPU: tests/models/mtp_golden.json.
 
-    PYTHONPATH=VLLM_SITE:tests/support python tests/support/record_mtp.py FILE
+    PYTHONPATH=VLLM_SITE:tests/support python tests/support/record_mtp.py FILE [FAMILY ...]
+
+Families that are named replace theirs in the file or are added; without names all are recorded.
 
 vLLM's own classes load the checkpoint, by their names of its tensors, and compute everything but attention's softmax and
-experts' GEMMs, whose kernels need a GPU: plain torch stands in their place. Drafts are made as its proposer makes them
+experts' GEMMs, whose kernels need a GPU: plain torch stands in their place. Latent attention is not absorbed
+(`use_mla` is False). Drafts are made as its proposer makes them
 (`llm_base_proposer.py`): rows of the prompt at once, and then a row for each draft, which reads the last row's state.
 """
 
@@ -48,9 +51,10 @@ MODULES = {  # of vLLM's models: the file and the class of an MTP layer
     "qwen3_5": ("qwen3_5_mtp", "Qwen3_5MTP"),
     "qwen3_5_moe": ("qwen3_5_mtp", "Qwen3_5MoeMTP"),
     "nemotron_h": ("nemotron_h_mtp", "NemotronHMTP"),
+    "deepseek_v3": ("deepseek_mtp", "DeepSeekMTP"),
+    "glm4_moe_lite": ("glm4_moe_lite_mtp", "Glm4MoeLiteMTP"),
     "mimo": ("mimo_mtp", "MiMoMTP"),
     "ernie": ("ernie_mtp", "ErnieMTP"),
-    "glm4_moe_lite": ("glm4_moe_lite_mtp", "Glm4MoeLiteMTP"),
 }
 
 
@@ -163,15 +167,18 @@ def drafted(name: str, vllm_config: Any) -> dict[str, Any]:
     chain, logprobs = [], []
     for step in range(STEPS):
         with set_forward_context(None, vllm_config):
-            states = model(input_ids=tokens, positions=positions, hidden_states=states)[-1:]
-        scores = model.compute_logits(states)[0].float().log_softmax(-1)
+            out = model(input_ids=tokens, positions=positions, hidden_states=states)
+        scored, states = (out, out) if isinstance(out, Tensor) else out  # DeepSeek's: before and after the final norm
+        states = states[-1:]
+        scores = model.compute_logits(scored[-1:])[0].float().log_softmax(-1)
         chain.append(int(scores.argmax()))
         logprobs.append([round(float(score), 4) for score in scores])
         tokens, positions = torch.tensor(chain[-1:]), torch.tensor([rows + step])
-    return {"drafted": chain, "logprobs": logprobs}
+    return {"torch": torch.__version__, "drafted": chain, "logprobs": logprobs}
 
 
-def main(file: Path) -> None:
+def main(file: Path, families: list[str]) -> None:
+    kept = json.loads(file.read_text())["families"] if families else {}
     vllm_config = start_vllm()
     from vllm import __version__
     from vllm.config import set_current_vllm_config
@@ -179,10 +186,10 @@ def main(file: Path) -> None:
     use_plain_torch()
     with set_current_vllm_config(vllm_config):
         start_groups()
-        records = {name: drafted(name, vllm_config) for name in MODULES}
-    record = {"engine": f"vLLM {__version__}", "torch": torch.__version__, "families": records}
+        records = {name: drafted(name, vllm_config) for name in families or MODULES}
+    record = {"engine": f"vLLM {__version__}", "families": kept | records}
     file.write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])
