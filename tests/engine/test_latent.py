@@ -11,9 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone
+from specdec_kernels.engine.device import latent_blocks, prefill_graphs
 from specdec_kernels.models.kv_pools import LatentLayout
+from specdec_kernels.models.layers.latent_attention import LatentAttention
+from specdec_kernels.models.layers.linear import Linear
+from specdec_kernels.models.layers.norm import RMSNorm
+from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import exhaustive
 from support.hybrid_cases import greedy_alone
@@ -187,6 +193,80 @@ def test_rows_of_8_bits_are_within_their_rounding(device: torch.device) -> None:
     assert texts[0] == texts[1]
     torch.testing.assert_close(torch.tensor(scores[0]), torch.tensor(scores[2]), rtol=0, atol=0.5)
     assert scores[0] != scores[2]
+
+
+@pytest.fixture
+def expansions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Let every prefill expand latent rows, 64 of a prefix at a time; the rows of each layer's blocks are listed."""
+    blocks: list[tuple[int, ...]] = []
+    attend = LatentAttention.attend_expanded
+
+    def listed(self: LatentAttention, queries: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
+        blocks.append(tuple(len(block.rows) for block in batch.latent_blocks))
+        return attend(self, queries, positions, batch)
+
+    monkeypatch.setattr(LatentAttention, "attend_expanded", listed)
+    monkeypatch.setattr(LatentAttention, "is_cheaper_expanded", lambda *_: True)
+    monkeypatch.setattr(prefill_graphs, "EXPANDED_ROWS", 1)
+    monkeypatch.setattr(latent_blocks, "BLOCK_ROWS", 64)
+    return blocks
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "minicpm3", *exhaustive(*(set(LATENT) - {"deepseek_v3", "minicpm3"}))])
+def test_expanded_prefill_leaves_the_text_of_transformers(
+    case: str, expansions: list[tuple[int, ...]], device: torch.device
+) -> None:
+    """Prompts are prefilled in chunks of 50 rows, some of them of several prompts."""
+    with make_engine(module_of(case), Ngram(num_nodes=9), device, prefill_chunk=50, max_len=320) as engine:
+        outputs = engine.generate(prompts_of(), predicted(case))
+    check_texts(case, outputs)
+    assert {len(blocks) for blocks in expansions} == {1, 2, 3} and max(map(max, expansions)) > 64
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+def test_expanded_prefill_scores_as_the_absorbed_one(
+    kv_dtype: str | None, expansions: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """The second prompt is prefilled after a cached prefix of the first, all of whose tokens are scored."""
+    texts = [[*range(180), 3, 7], [*range(180), 9, 4, 5, 2]]
+    params = SamplingParams(4, ignore_eos=True, logprobs=1)
+    options: dict[str, Any] = {"prefill_chunk": 64, "max_len": 240, "kv_dtype": kv_dtype, "prefix_cache": True}
+    scores = []
+    for rows in (1, 10**6):
+        monkeypatch.setattr(prefill_graphs, "EXPANDED_ROWS", rows)
+        with make_engine(module_of("glm4_moe_lite"), None, device, **options) as engine:
+            first = engine.generate([texts[0]], [replace(params, prompt_logprobs=1)])[0]
+            second = engine.generate([texts[1]], [params])[0]
+            assert engine.stats().prefix_hits == 1
+        tokens = *(first.prompt_logprobs or ())[1:], *(first.logprobs or ()), *(second.logprobs or ())
+        scores.append([token.logprob for token in tokens if token is not None])
+    assert len(scores[0]) == 181 + 8 and max(map(len, expansions)) == 4
+    torch.testing.assert_close(*map(torch.tensor, scores), rtol=0, atol=1e-4)
+
+
+def test_batch_invariant_prefill_is_absorbed(expansions: list[tuple[int, ...]], device: torch.device) -> None:
+    with make_engine(module_of("minicpm3"), None, device, batch_invariant=True) as engine:
+        engine.generate(prompts_of(), GREEDY)
+    assert not expansions
+
+
+def test_prefill_is_expanded_where_that_is_cheaper() -> None:
+    """DeepSeek-V3's heads: keys of 128 + 64 elements, values of 128."""
+    with torch.device("meta"):
+        attention = LatentAttention(
+            qkv=Linear(torch.empty(0, 0), None), out=Linear(torch.empty(0, 0), None), key_up=torch.empty(128, 128, 512),
+            value_up=torch.empty(128, 512, 128), kv_norm=RMSNorm(torch.empty(512), 1e-6), rotations=None,
+            interleaved=True, layout=LatentLayout(512, 64), scale=0.1,
+        )  # fmt: skip
+    assert attention.head_dim == 256
+
+    def is_cheaper(before: int, rows: int) -> bool:
+        return attention.is_cheaper_expanded(rows, rows * before + rows * (rows + 1) // 2, before + rows)
+
+    assert [is_cheaper(0, rows) for rows in (64, 512, 1024, 2048)] == [False, False, True, True]
+    assert [is_cheaper(32768, rows) for rows in (64, 512, 1024, 2048)] == [False, False, True, True]
+    wide = replace(attention, value_up=torch.empty(128, 512, 320, device="meta"))
+    assert wide.head_dim is None and not wide.is_cheaper_expanded(4096, 4096**2, 4096)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -67,6 +67,12 @@ class LanguageModel(Protocol):
         """Write the rows' KV, and return the features, and the hidden states of the last rows.
 
         With `all_rows` also return the hidden states of all rows; those of the last ones are the same bits as without.
+        """
+
+    def expands_latents(self, chunks: Sequence[tuple[int, int]]) -> bool:
+        """Return whether `prefill` is cheaper with `PagedBatch.latent_blocks`.
+
+        `chunks`: of each request, how many KV rows come before its rows in the pass, and how many these are.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from ... import _C
 from ..drafts.composition import pools_of
 from ..host_tensors import to_device
 from .executor import Executor
+from .latent_blocks import BLOCK_ROWS
 from .prefill import MOST_PADDING, Shape, pack
 from .prompt_scoring import ScoredRows
 
@@ -58,7 +59,11 @@ def largest_prefill(executor: Executor, prefill_chunk: int) -> None:
     device = state.seq_lens.device
     all_rows = torch.arange(shape.rows, dtype=torch.int32, device=device)
     scored = ScoredRows(all_rows, torch.zeros_like(all_rows), executor.round.rings.top_n)
-    executor.passes.launch(to_device(packed, device), shape, scored)
+    # Latent attention also expands rows of prefixes, which these chunks do not have.
+    expanded = executor.passes.expanded(
+        [_C.PrefillChunk(slot=chunk.slot, start=BLOCK_ROWS, tokens=chunk.tokens) for chunk in chunks]
+    )
+    executor.passes.launch(to_device(packed, device), shape, scored, expanded)
     executor.activate(list(range(len(lengths))))
     for tensor in (state.seq_lens, state.status):
         tensor.zero_()

@@ -56,6 +56,9 @@ class PagedModel:
         head: nn.Linear = self.model.get_output_embeddings()
         return head
 
+    def expands_latents(self, chunks: Sequence[tuple[int, int]]) -> bool:
+        return False
+
     def prefill(
         self,
         tokens: Tensor,

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from ..families import Decoder, Family, family_of
 from ..kv_pools import KvLayout, KvPools
 from ..language_model import Prefilled, States
+from ..layers.latent_attention import LatentAttention
 from ..layers.mixer import Mixer, attach_caches, kv_layouts_of, mixers_of, state_specs_of
 from ..layers.outputs import LayerOutput, select_rows
 from ..layers.paged_batch import LastRows, PagedBatch
@@ -146,6 +147,14 @@ class CausalLM(PagedModel):
     def hidden_size(self) -> int:
         size: int = self.config.hidden_size
         return size
+
+    def expands_latents(self, chunks: Sequence[tuple[int, int]]) -> bool:
+        mixer = next((mixer for mixer in self._mixers if isinstance(mixer, LatentAttention)), None)
+        if mixer is None:
+            return False
+        rows = sum(count for _, count in chunks)
+        pairs = sum(count * before + count * (count + 1) // 2 for before, count in chunks)
+        return mixer.is_cheaper_expanded(rows, pairs, rows + sum(before for before, _ in chunks))
 
     def forward(self, tokens: Tensor, positions: Tensor, batch: PagedBatch) -> States:
         """Run tokens [B, Q], or packed ones [M], at positions of that shape."""

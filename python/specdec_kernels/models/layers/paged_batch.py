@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,6 +21,16 @@ class Sequences(NamedTuple):
     prefix_lens: Tensor  # [num_slots] int32; 0: the request begins here, from zeros
     mask: Tensor | None  # [M, W] int64, of trees; None: chains, which are committed at once
     status: Tensor | None  # [num_slots] int32
+
+
+class LatentBlock(NamedTuple):
+    """KV rows that latent attention expands to keys and values of heads, for all requests of a pass at once."""
+
+    rows: Tensor  # [R] int64, in pools: page * page_size + row; R is a multiple of this block's page_size
+    page_table: Tensor  # [B, pages] int32: each request's pages of expanded rows
+    prefix_lens: Tensor  # [B] int32: of these, the rows that all rows of a request see
+    page_size: int
+    tail_len: int  # rows after those, a causal chain: the request's own. 0: the block has none
 
 
 class PagedBatch(NamedTuple):
@@ -47,6 +57,8 @@ class PagedBatch(NamedTuple):
     window_tables: Mapping[int, Tensor] = MappingProxyType({})  # [num_slots, max_pages] by the layers' window
     # Of recurrent layers, where requests are cut into pieces with prefixes of their own; None: as `as_sequences` says.
     sequences: Sequences | None = None
+    # Together all KV rows of a prefill, where latent attention is to expand them; empty: it does not.
+    latent_blocks: Sequence[LatentBlock] = ()
 
     def as_sequences(self, positions: Tensor) -> Sequences:
         """Return the rows, at positions [B, Q] or [M], as recurrent layers read them."""
