@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .checkpoint import load_tensors, local_folder, some, tensor_names
 from .formats import Scheme
@@ -136,12 +136,13 @@ def by_layer(names: set[str]) -> Iterator[set[str]]:
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Make modules whose parameters have no storage; buffers, such as angles, are computed."""
-    register = nn.Module.register_parameter
 
-    def registered(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(self, name, parameter)
+    def on_meta(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        return None if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
-    with mock.patch.object(nn.Module, "register_parameter", registered):
+    # Its annotation leaves out that a hook may return a parameter.
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
         yield
+    finally:
+        hook.remove()
