@@ -156,6 +156,7 @@ class PyExecutor : public scheduler::Executor {
     if (!writer_) return call();
     try {
       call();
+      writer_->channel().made();
     } catch (const std::exception& error) {
       writer_->channel().fail_unless_others(std::string("rank 0: ") + error.what());
       expect_alive();

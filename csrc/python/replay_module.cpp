@@ -87,12 +87,20 @@ void add_replay(py::module_& m) {
                        int64_t rank) -> std::unique_ptr<ReplayChannel> { return make_channel(memory, of, rank); }),
            "memory"_a, "sizes"_a, "rank"_a)
       .def(
-          "write", [](ReplayChannel& channel, std::string_view record) { channel.write(record); }, "record"_a,
-          Release())
+          "write",
+          [](ReplayChannel& channel, std::string_view record, std::string_view name) { channel.write(record, name); },
+          "record"_a, "name"_a, Release())
+      .def("enter", &ReplayChannel::enter, "name"_a)
+      .def("made", &ReplayChannel::made)
       .def("close", &ReplayChannel::close)
       .def("fail", &ReplayChannel::fail, "reason"_a)
       .def("fail_unless_others", &ReplayChannel::fail_unless_others, "reason"_a, Release())
-      .def("watch", &ReplayChannel::watch)
+      .def(
+          "watch",
+          [](ReplayChannel& channel, double most_delay) {
+            channel.watch(std::chrono::milliseconds(static_cast<int64_t>(1000 * most_delay)));
+          },
+          "most_delay"_a = 30.0)
       .def("process", &ReplayChannel::process, "rank"_a)
       .def_property_readonly("rank", &ReplayChannel::rank)
       .def_property_readonly("failure", &ReplayChannel::failure)

@@ -26,6 +26,9 @@ constexpr auto kShortNaps = milliseconds(200);
 // A rank that is this much later than rank 0, or whose process does not run for so long, counts as hanging.
 constexpr auto kMostLag = seconds(8);
 constexpr auto kTick = milliseconds(100);
+// A round that has not finished after this long counts as waiting for ever, on any rank.
+constexpr auto kMostRound = seconds(120);
+constexpr size_t kName = 32;
 // In this time a watch finds that a process has ended.
 constexpr auto kWatchNotices = milliseconds(400);
 // A rank ends itself if it is still there this long after a failure, or after rank 0 has closed and ended.
@@ -75,9 +78,17 @@ struct alignas(kLine) ReplayChannel::Header {
 
 struct alignas(kLine) ReplayChannel::RankWords {
   int64_t read;       // bytes of records so far
-  int64_t published;  // number of the last round, plus 1
+  int64_t published;  // number of the last round, plus 1; of rank 0, of the last that it has compared
+  int64_t made;       // calls
   int64_t beats;      // of its watch
   int64_t process;
+  char call[kName];  // that it makes
+};
+
+// How a rank gets on.
+struct ReplayChannel::Pace {
+  int64_t count = 0;
+  int ticks = 0;  // since it has changed, while another rank had a larger count
 };
 
 int64_t ReplayChannel::bytes(const ReplaySizes& sizes) {
@@ -194,8 +205,20 @@ void ReplayChannel::get(void* data, int64_t size) {
   }
 }
 
-void ReplayChannel::write(std::string_view record) {
+void ReplayChannel::enter(std::string_view name) {
+  char* call = of_rank(rank_).call;
+  const size_t size = std::min(name.size(), kName - 1);
+  std::memcpy(call, name.data(), size);
+  call[size] = '\0';
+}
+
+void ReplayChannel::made() { store(of_rank(rank_).made, num_records_); }
+
+void ReplayChannel::write(std::string_view record, std::string_view name) {
   expect_alive();
+  made();
+  enter(name);
+  ++num_records_;
   const RecordHead head{.kind = Kind::kBytes, .size = std::ssize(record), .launch = {}};
   put(&head, sizeof head);
   put(record.data(), head.size);
@@ -203,6 +226,9 @@ void ReplayChannel::write(std::string_view record) {
 
 void ReplayChannel::write(const LaunchRecord& launch, std::span<const int32_t> words) {
   expect_alive();
+  made();
+  enter("launch");
+  ++num_records_;
   const RecordHead head{.kind = Kind::kLaunch, .size = std::ssize(words) * 4, .launch = launch};
   put(&head, sizeof head);
   put(words.data(), head.size);
@@ -215,6 +241,7 @@ bool ReplayChannel::has_record() const { return load(header().written) > of_rank
 bool ReplayChannel::closed() const { return load(header().closed) != 0; }
 
 ReplayChannel::Record ReplayChannel::read() {
+  ++num_records_;
   RecordHead head;
   get(&head, sizeof head);
   Record record;
@@ -237,7 +264,7 @@ void ReplayChannel::publish(int64_t number, std::span<const int32_t> words) {
 }
 
 void ReplayChannel::reset_rounds() {
-  for (int64_t rank = 1; rank < sizes_.num_ranks; ++rank) store(of_rank(rank).published, int64_t{0});
+  for (int64_t rank = 0; rank < sizes_.num_ranks; ++rank) store(of_rank(rank).published, int64_t{0});
 }
 
 int64_t ReplayChannel::compare(int64_t number, std::span<const int32_t> words, int64_t first,
@@ -267,16 +294,38 @@ int64_t ReplayChannel::compare(int64_t number, std::span<const int32_t> words, i
          called(rank) + ", expected the same on all ranks");
     expect_alive();
   }
+  store(of_rank(rank_).published, number + 1);
   return longest;
 }
 
 // --- watching
 
-void ReplayChannel::watch() {
-  if (!watch_.joinable()) watch_ = std::thread([this] { run_watch(); });
+void ReplayChannel::watch(milliseconds most_delay) {
+  if (!watch_.joinable()) watch_ = std::thread([this, most_delay] { run_watch(most_delay); });
 }
 
-void ReplayChannel::run_watch() {
+void ReplayChannel::expect_pace(std::vector<Pace>& paces, int64_t RankWords::* count, const char* what,
+                                milliseconds most_delay) {
+  const int64_t size = sizes_.num_ranks;
+  int64_t first = 0;
+  for (int64_t rank = 1; rank < size; ++rank)
+    if (load(of_rank(rank).*count) > load(of_rank(first).*count)) first = rank;
+  const int64_t most = load(of_rank(first).*count);
+  for (int64_t rank = 0; rank < size; ++rank) {
+    Pace& pace = paces[static_cast<size_t>(rank)];
+    const int64_t now = load(of_rank(rank).*count);
+    pace.ticks = now == pace.count && now < most ? pace.ticks + 1 : 0;
+    pace.count = now;
+    if (pace.ticks * kTick <= most_delay) continue;
+    std::array<char, 16> delay{};
+    std::snprintf(delay.data(), delay.size(), "%.0f", std::chrono::duration<double>(most_delay).count());
+    fail(called(rank) + " has not finished " + what + " " + std::to_string(now) + " (it makes " + of_rank(rank).call +
+         "), which rank " + std::to_string(first) + " finished " + delay.data() + " s ago");
+  }
+}
+
+void ReplayChannel::run_watch(milliseconds most_delay) {
+  std::vector<Pace> calls(static_cast<size_t>(sizes_.num_ranks)), rounds(calls);
   struct Watched {
     int64_t rank, beats;
     Clock::time_point last_tick;
@@ -311,6 +360,10 @@ void ReplayChannel::run_watch() {
       } else if (!closed() && one.ticks * kTick > kMostLag) {
         fail(called(one.rank) + " has not run for " + std::to_string(kMostLag.count()) + " s");
       }
+    }
+    if (rank_ == 0 && !closed()) {
+      expect_pace(calls, &RankWords::made, "call", most_delay);
+      expect_pace(rounds, &RankWords::published, "round", most_delay);
     }
     if (!failure().empty()) ends_at = std::min(ends_at, Clock::now() + kGrace);
     if (rank_ != 0 && Clock::now() >= ends_at) {
@@ -354,10 +407,12 @@ std::optional<std::string> Replayer::next() {
   const auto start = Clock::now();
   auto last = start;
   while (true) {
+    channel_.made();
     if (publish()) last = Clock::now();
     if (channel_.has_record()) {
       ReplayChannel::Record record = channel_.read();
       if (!record.launch) return std::move(record.bytes);
+      channel_.enter("launch");
       launch(record);
       last = Clock::now();
       continue;
@@ -366,6 +421,9 @@ std::optional<std::string> Replayer::next() {
     const auto waited = Clock::now() - last;
     if (waited < kSpin) continue;
     channel_.expect_alive();
+    if (!in_flight_.empty() && waited > kMostRound)
+      throw std::runtime_error("round " + std::to_string(num_launched_ - std::ssize(in_flight_)) +
+                               " has not finished within " + std::to_string(kMostRound.count()) + " s");
     std::this_thread::sleep_for(waited < kShortNaps ? kNap : kLongNap);
   }
 }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -55,8 +56,9 @@ class ReplayChannel {
   const ReplaySizes& sizes() const { return sizes_; }
 
   // --- rank 0
-  // Writes a record; waits while the slowest rank has to read before there is room.
-  void write(std::string_view record);
+  // Writes a record of a call, which this rank makes next; waits while the slowest rank has to read before there is
+  // room. The name is for errors.
+  void write(std::string_view record, std::string_view name);
   void write(const LaunchRecord& launch, std::span<const int32_t> words);
   // Forgets what the other ranks have published: rounds start with 0 again. They have published all rounds before.
   void reset_rounds();
@@ -80,6 +82,9 @@ class ReplayChannel {
   void publish(int64_t number, std::span<const int32_t> words);
 
   // --- all ranks
+  // Says which call this rank is about to make, and that it has made all calls that were recorded so far.
+  void enter(std::string_view name);
+  void made();
   // Fails all ranks for this reason, unless one has failed before.
   void fail(const std::string& reason);
   // Does the same for an exception of this rank, which may be the consequence of another rank's end: waits a moment for
@@ -89,23 +94,28 @@ class ReplayChannel {
   std::string failure() const;
   void expect_alive() const;
   // Watches the other ranks' processes from a thread of its own until the channel is destroyed: rank 0 all of them, the
-  // others rank 0. A process that ends before `close`, or that does not run for some seconds, is a failure. After a
-  // failure, a rank other than 0 that does not end by itself is ended. Call it when all ranks have their channels.
-  void watch();
+  // others rank 0. A process that ends before `close`, or that does not run for some seconds, is a failure; so is a
+  // rank that has not made a call, or not finished a round, long after another one has: it waits in a collective that
+  // the other has not entered. After a failure, a rank other than 0 that does not end by itself is ended. Call it when
+  // all ranks have their channels.
+  void watch(std::chrono::milliseconds most_delay = std::chrono::seconds(30));
   int64_t process(int64_t rank) const;
 
  private:
   struct Header;
   struct RankWords;
+  struct Pace;
   Header& header() const;
   RankWords& of_rank(int64_t rank) const;
   int32_t* published(int64_t rank, int64_t number) const;
   std::byte* ring() const;
   std::string called(int64_t rank) const;
   void wait_until(const std::function<bool()>& done) const;
+  void expect_pace(std::vector<Pace>& paces, int64_t RankWords::* count, const char* what,
+                   std::chrono::milliseconds most_delay);
   void put(const void* data, int64_t size);
   void get(void* data, int64_t size);
-  void run_watch();
+  void run_watch(std::chrono::milliseconds most_delay);
 
   std::byte* const memory_;
   const ReplaySizes sizes_;
@@ -113,6 +123,7 @@ class ReplayChannel {
   std::mutex fail_mutex_;
   std::thread watch_;
   std::atomic<bool> stops_ = false;
+  int64_t num_records_ = 0;  // written, or read
 };
 
 // Rank 0's part of a launch: writes the record, with the words of the command record that the launch applies.

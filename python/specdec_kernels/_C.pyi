@@ -1291,15 +1291,22 @@ class ReplayChannel:
     """
 
     def __init__(self, memory: Tensor, sizes: ReplaySizes, rank: int) -> None: ...
-    def write(self, record: bytes) -> None:
-        """Write a record on rank 0; wait while there is no room."""
+    def write(self, record: bytes, name: str) -> None:
+        """Write a record of a call on rank 0, which makes it next; wait while there is no room."""
+    def enter(self, name: str) -> None:
+        """Say, for errors, which call this rank makes next."""
+    def made(self) -> None:
+        """Say that this rank has made all calls that were recorded so far."""
     def close(self) -> None: ...
     def fail(self, reason: str) -> None:
         """End all ranks for this reason, unless there is one already."""
     def fail_unless_others(self, reason: str) -> None:
         """Do the same, after a moment in which another rank may be found to have ended."""
-    def watch(self) -> None:
-        """Watch the processes of other ranks from now on. Call it when all ranks have their channels."""
+    def watch(self, most_delay: float = 30.0) -> None:
+        """Watch the other ranks from now on. Call it when all ranks have their channels.
+
+        `most_delay`: seconds that a rank may make a call, or finish a round, later than another one.
+        """
     def process(self, rank: int) -> int: ...
     @property
     def rank(self) -> int: ...

@@ -312,7 +312,7 @@ def test_a_request_waits_while_its_engine_reads_the_checksum(monkeypatch: pytest
     prompt = held_out("code")[0]
     with make_quick_engine(TARGET, eagle3(HEAD), "cpu") as a, make_quick_engine(TARGET, eagle3(HEAD), "cpu") as b:
         (expected,) = a.generate([prompt], BASE)
-        checksum, rounds = a.core.weights.checksum, []
+        checksum, rounds = a.core.weights.checksum_in_pause, []
 
         def slow_checksum() -> str:
             for _ in range(2):
@@ -320,7 +320,7 @@ def test_a_request_waits_while_its_engine_reads_the_checksum(monkeypatch: pytest
                 time.sleep(0.05)
             return checksum()
 
-        monkeypatch.setattr(a.core.weights, "checksum", slow_checksum)
+        monkeypatch.setattr(a.core.weights, "checksum_in_pause", slow_checksum)
         request = a.submit(prompt, replace(BASE, max_new_tokens=200))
         exported = a.export_request(request)
         assert rounds[0] == rounds[1]

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specdec_kernels import FinishReason
 from specdec_kernels.engine import Draft, Eagle3, Engine, GenerationError, Ngram, SamplingParams, Standalone
+from specdec_kernels.engine.device.recording import RecordedRequest
 from specdec_kernels.parallel.launch import place_of
 from specdec_kernels.tiny import tiny_model
+from support.changed_weights import HEAD, TARGET, changed, tensors_of
+from support.exhaustive import thinned
+from support.random_checkpoints import save_random_model
 from support.tiny_checkpoint import held_out
 
 DRAFTS: dict[str, Callable[[], Draft | None]] = {
@@ -64,6 +72,18 @@ def expect_ended(processes: list[int], seconds: float = 10) -> None:
         time.sleep(0.05)
 
 
+def moved(prompt: list[int], *engines: Engine, params: SamplingParams) -> list[int]:
+    """Return the text of a request that moves from engine to engine, some rounds after it has come."""
+    request = engines[0].submit(prompt, params)
+    for here, there in pairwise(engines):
+        count = len(request.output.tokens)
+        for _ in request:
+            if len(request.output.tokens) > count:
+                break
+        request = there.import_request(pickle.loads(pickle.dumps(here.export_request(request))))
+    return request.result().tokens
+
+
 def test_two_ranks_say_what_one_process_says_and_end_with_a_rank_that_is_killed() -> None:
     prompts = [prompt[:60] for prompt in held_out("code")[:5]]
     params = [SamplingParams(24, ignore_eos=True), *[SamplingParams(24, temperature=0.8, seed=i) for i in range(4)]]
@@ -72,6 +92,27 @@ def test_two_ranks_say_what_one_process_says_and_end_with_a_rank_that_is_killed(
     engine = make_engine("tree", adaptive=False, tp=2)
     processes = others_of(engine)
     assert [output.tokens for output in engine.generate(prompts, params)] == want
+    with make_engine("tree", adaptive=False) as alone:
+        assert alone.weights_checksum() == engine.weights_checksum()
+        for sampling in (SamplingParams(90, ignore_eos=True), SamplingParams(90, temperature=0.8, seed=5)):
+            (stayed,) = alone.generate(prompts[:1], sampling)
+            assert moved(prompts[0], alone, engine, alone, engine, params=sampling) == stayed.tokens
+        before = engine.generate(prompts, params[:1] * 5)
+        new, head = changed(tensors_of(TARGET)), changed(tensors_of(HEAD), seed=1)
+        for each in (alone, engine):
+            each.update_weights(new, head)
+        after = [[output.tokens for output in each.generate(prompts, params)] for each in (alone, engine)]
+        assert after[0] == after[1] != want and alone.weights_checksum() == engine.weights_checksum()
+    with pytest.raises(ValueError, match="unknown to LlamaForCausalLM"):
+        engine.update_weights({"model.other.weight": new["model.norm.weight"]})
+    engine.sleep(2)
+    engine.wake()
+    engine.update_weights(tensors_of(TARGET))
+    with pytest.raises(RuntimeError, match=r"^Engine lacks draft: .* since sleep\(2\)"):
+        engine.generate(prompts[:1], params[:1])
+    engine.update_weights(draft=tensors_of(HEAD))
+    again = engine.generate(prompts, params[:1] * 5)
+    assert [output.tokens for output in again] == [output.tokens for output in before]
     request = engine.submit(prompts[0], SamplingParams(90, ignore_eos=True))
     next(iter(request))
     os.kill(processes[0], signal.SIGKILL)
@@ -105,7 +146,101 @@ def test_ranks_say_what_one_process_says_through_retractions_and_cancels(name: s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(20))
+def test_rank_that_waits_in_a_collective_which_no_other_enters_is_named() -> None:
+    with make_engine(tp=2) as engine:
+        ranks = engine.core.runtime.ranks
+        assert ranks is not None
+        engine.generate([[1, 2, 3]], SamplingParams(4, ignore_eos=True))
+        ranks.record("checksum")
+        ranks.channel.made()
+        started = time.monotonic()
+        while not ranks.channel.failure:
+            assert time.monotonic() - started < 60
+            time.sleep(0.1)
+        (process,) = others_of(engine)
+        failure = ranks.channel.failure
+        assert failure.startswith(f"rank 1 (process {process}) has not finished call ")
+        assert failure.endswith(" (it makes checksum), which rank 0 finished 30 s ago")
+        with pytest.raises(FAILED, match="it makes checksum"):
+            engine.generate([[1, 2, 3]], SamplingParams(4, ignore_eos=True))
+    expect_ended([process], 20)
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_differ_end_in_the_round_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_engine(tp=2) as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(4, ignore_eos=True))
+        before = int(engine.core.executor.round.rings.num_published)
+        (process,) = others_of(engine)
+        recorded = RecordedRequest.of
+        monkeypatch.setattr(RecordedRequest, "of", lambda request: recorded(request)._replace(edit=None))
+        with pytest.raises(FAILED) as raised:
+            engine.generate([[1, 2, 3]], SamplingParams(4, ignore_eos=True, logit_bias={5: 1000.0}))
+        assert f"round {before}: tokens[0] of request 1 (slot 0) is 5 on rank 0 and " in str(raised.value)
+        assert f" on rank 1 (process {process}), expected the same on all ranks" in str(raised.value)
+    expect_ended([process])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tp", [2, 3])
+def test_soak_of_requests_that_come_end_and_move(tp: int, tmp_path: Path) -> None:
+    """Whatever happens to requests, those that end by themselves say what they would have said alone."""
+    rng = random.Random(tp)
+    folder = save_random_model(tmp_path / "model", "llama", num_key_value_heads=6, intermediate_size=192)
+    sizes = SIZES | {"prefix_cache": True, "adaptive": False}
+    prompts = [[rng.randrange(3, 60) for _ in range(rng.randint(1, 60))] for _ in range(16)]
+    prompts += [[*prompt, 5, 6] for prompt in prompts[:8]]
+    with (
+        Engine(folder, Ngram(num_nodes=6), **sizes) as alone,
+        Engine(folder, Ngram(num_nodes=6), **sizes | {"num_pages": 30}, tp=tp) as ranks,
+    ):
+        params = [SamplingParams(rng.randint(1, 80), ignore_eos=True) for _ in prompts]
+        want = [output.tokens for output in alone.generate(prompts, params)]
+        for _ in range(6):
+            order = rng.sample(range(len(prompts)), len(prompts))
+            requests = {at: ranks.submit(prompts[at], params[at]) for at in order}
+            for at in rng.sample(order, 8):
+                if rng.random() < 0.5:
+                    requests[at].cancel()
+                    continue
+                with contextlib.suppress(ValueError):  # it has ended
+                    moved = alone.import_request(ranks.export_request(requests[at]))
+                    with contextlib.suppress(ValueError):
+                        moved = ranks.import_request(alone.export_request(moved))
+                    requests[at] = moved
+            if rng.random() < 0.5:
+                ranks.update_weights(tensors_of(folder))
+            for at, request in requests.items():
+                output = request.result(timeout=120)
+                cancelled = output.finish_reason == FinishReason.CANCELLED
+                assert output.tokens == (want[at][: len(output.tokens)] if cancelled else want[at])
+            ranks.clear_cache()
+            ranks.core.scheduler.settle()
+            assert int(ranks.state.pool.num_free) == 30
+        assert ranks.stats().retractions > 0
+        processes = others_of(ranks)
+    expect_ended(processes)
+
+
+@pytest.mark.exhaustive
+def test_eight_ranks_say_what_one_process_says(tmp_path: Path) -> None:
+    folder = save_random_model(
+        tmp_path / "model", "llama", num_attention_heads=8, num_key_value_heads=2, hidden_size=128
+    )
+    prompts = [[5, 9, 3, 9, 3, 7, 1], [8, 8, 2]]
+    params = [SamplingParams(40, ignore_eos=True), SamplingParams(40, temperature=0.8, seed=4)]
+    with Engine(folder, Ngram(num_nodes=6), **SIZES, adaptive=False) as alone:
+        want = [output.tokens for output in alone.generate(prompts, params)]
+        checksum = alone.weights_checksum()
+    with Engine(folder, Ngram(num_nodes=6), **SIZES, adaptive=False, tp=8) as ranks:
+        assert [output.tokens for output in ranks.generate(prompts, params)] == want
+        assert ranks.weights_checksum() == checksum
+        processes = others_of(ranks)
+    assert len(processes) == 7
+    expect_ended(processes)
+
+
+@pytest.mark.parametrize("seed", thinned(range(20), (0, 1).__contains__))
 def test_kill_of_any_rank_at_any_moment_ends_all(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     script = tmp_path / "script.py"

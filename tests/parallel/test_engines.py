@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, SamplingParams
+from support.changed_weights import changed, tensors_of
 from support.hybrid_cases import hybrid_module
 from support.hybrid_servers import write_hybrid_with_mtp
 from support.latent_cases import latent_module
@@ -58,3 +59,45 @@ def test_ranks_say_what_one_process_says(kind: str, tp: int, tmp_path: Path) -> 
     draft: Callable[[], Draft] = (lambda: MTP()) if kind == "MTP layer" else lambda: Ngram(num_nodes=6)
     want = texts(folder, draft(), adaptive=False)
     assert texts(folder, draft(), adaptive=False, tp=tp) == want
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "tp"), SHARES)
+@pytest.mark.parametrize("options", [{}, {"kv_dtype": "fp8_e4m3"}], ids=["", "fp8"])
+def test_requests_move_between_ranks_and_one_process(
+    kind: str, tp: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = KINDS[kind](tmp_path / "model")
+    draft: Callable[[], Draft] = (lambda: MTP()) if kind == "MTP layer" else lambda: Ngram(num_nodes=6)
+    params = SamplingParams(70, ignore_eos=True)
+    own = SIZES | options | {"adaptive": False}
+    with Engine(folder, draft(), **own) as alone, Engine(folder, draft(), **own | {"page_size": 4}, tp=tp) as ranks:
+        (want,) = alone.generate(PROMPTS[:1], params)
+        request = alone.submit(PROMPTS[0], params)
+        for here, there in ((alone, ranks), (ranks, alone), (alone, ranks)):
+            next(iter(request))
+            exported = here.export_request(request)
+            request = there.import_request(exported)
+        assert request.result().tokens == want.tokens
+        assert int(exported.num_bytes) > 0 and ranks.stats().rounds > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "tp"), SHARES)
+def test_ranks_get_their_parts_of_new_weights(kind: str, tp: int, tmp_path: Path) -> None:
+    folder = KINDS[kind](tmp_path / "model")
+    draft: Callable[[], Draft] = (lambda: MTP()) if kind == "MTP layer" else lambda: Ngram(num_nodes=6)
+    params, own = SamplingParams(24, ignore_eos=True), SIZES | {"adaptive": False}
+    old = tensors_of(folder)
+    with Engine(folder, draft(), **own) as alone, Engine(folder, draft(), **own, tp=tp) as ranks:
+        want = [output.tokens for output in alone.generate(PROMPTS, params)]
+        ranks.sleep(2)
+        ranks.wake()
+        ranks.update_weights(old)
+        assert [output.tokens for output in ranks.generate(PROMPTS, params)] == want
+        assert ranks.weights_checksum() == alone.weights_checksum()
+        if kind != "quantized":
+            for each in (alone, ranks):
+                each.update_weights(changed(old, 0.3))
+            texts = [[output.tokens for output in each.generate(PROMPTS, params)] for each in (alone, ranks)]
+            assert texts[0] == texts[1] != want

@@ -37,7 +37,7 @@ class ThreadReduction(Reduction):
 
     def sum(self, x: Tensor) -> Tensor:
         self.sums += self._rank.value == 0
-        return self._joined(x, lambda parts: torch.stack(parts).sum(0))
+        return self._joined(x, lambda parts: torch.stack(parts).sum(0, dtype=x.dtype))
 
     def gather(self, x: Tensor) -> Tensor:
         return self._joined(x, lambda parts: torch.cat(parts, -1))

@@ -176,7 +176,6 @@ class EngineCore:
 
     def export_request(self, request: BaseRequest) -> ExportedRequest:
         """Take a request out of this engine; see `Engine.export_request`."""
-        self._expect_one_process("export_request")
         if request.host is not self:
             raise ValueError(f"export_request: request {request.id} is of another engine, expected one of this")
         self.expect_ready()
@@ -184,11 +183,12 @@ class EngineCore:
         with self.weights.lock:
             with self.threads.paused(request_id=request.id), on_stream(self.stream):
                 # In the pause: it takes milliseconds once, in which a short request would end.
-                layout, checksum = self._peer.layout, self.weights.checksum()
+                layout, checksum = self._peer.layout, self.weights.checksum_in_pause()
                 held = self.scheduler.held(request.id)
                 if held is not None:
-                    slot, text = held
-                    tensors, first_rows = pack_slot(self.state, self.target, self.draft, slot, len(text) - 1)
+                    slot, num_rows = held[0], len(held[1]) - 1
+                    with self.runtime.on_all_ranks("pack_slot", slot, num_rows):
+                        tensors, first_rows = pack_slot(self.state, self.target, self.draft, slot, num_rows)
                     self.scheduler.cancel(request.id)
             if held is not None and self.stream is not None:
                 record_stream(torch.cuda.current_stream(self.stream.device), tensors)
@@ -205,7 +205,6 @@ class EngineCore:
     ) -> AnyRequest:
         """Continue a request that has left another engine; see `Engine.import_request`."""
         self.expect_open()
-        self._expect_one_process("import_request")
         values = exported.values
         check_values(values, self._peer, self.weights.checksum)
         check_tensors(exported, self._peer)
@@ -213,12 +212,6 @@ class EngineCore:
         request.resume(resumed_from(exported, self._peer, self.stream, trusted))
         self.start([request], stream)
         return request
-
-    def _expect_one_process(self, op: str) -> None:
-        if self.runtime.ranks is not None:
-            raise ValueError(
-                f"{op}: Engine has tp={self.runtime.ranks.size}, expected 1 (each rank has KV of its own heads)"
-            )
 
     @property
     def failure(self) -> str:
@@ -237,8 +230,7 @@ class EngineCore:
 
     def forget_texts(self) -> None:
         """Let drafts forget what they learned from requests, for benchmarks. No request may be running."""
-        with self.threads.paused(restart=True), on_stream(self.stream):
-            self.runtime.record("forget")
+        with self.threads.paused(restart=True), on_stream(self.stream), self.runtime.on_all_ranks("forget"):
             forget(self.draft)
 
     def stats(self) -> EngineStats:

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from ..models.weights.checksum import checksum
 from ..parallel import launch
 from ..parallel.ranks import Ranks, fail
 from .device.recording import ReplayedCalls
 from .drafts.composition import close_draft
 from .loading import Loading
 from .startup import FollowerRuntime, forget, on_stream
+from .transfer.kv_transfer import MigratedKv, pack_slot
 from .tuning import calibrate
-from .weight_updates import free_memory, take_memory
+from .weight_updates import GroupShapes, NewWeights, free_memory, take_memory
 
 
 def open_ranks(loading: Loading, work: Callable[[], Any]) -> Ranks | None:
@@ -69,21 +71,35 @@ class Follower(ReplayedCalls):
     """The calls that rank 0 records, on this rank; `run` makes them until rank 0 closes."""
 
     def __init__(self, runtime: FollowerRuntime) -> None:
-        super().__init__(runtime.executor)
+        super().__init__(runtime.executor, lambda first_rows: MigratedKv(None, first_rows, runtime.stream))
         self._runtime, self._draft = runtime, runtime.executor.draft
 
     def run(self) -> None:
         """Make the recorded calls; return when rank 0 has closed the engine."""
         runtime = self._runtime
+        assert runtime.ranks is not None
+        channel = runtime.ranks.channel
         with contextlib.ExitStack() as stack:
             if runtime.stream is not None:
                 stack.enter_context(torch.cuda.device(runtime.stream.device))
                 stack.enter_context(torch.cuda.stream(runtime.stream))
             while (record := runtime.replayer.next()) is not None:
                 name, arguments = pickle.loads(record)
+                channel.enter(name)
                 getattr(self, name)(*arguments)
 
     # --- calls between rounds
+
+    def pack_slot(self, slot: int, num_rows: int) -> None:
+        """Give rank 0 this rank's part of what a slot with `num_rows` rows keeps."""
+        executor = self._executor
+        with on_stream(self._runtime.stream):
+            pack_slot(executor.state, executor.target, executor.draft, slot, num_rows)
+
+    def checksum(self) -> None:
+        """Give rank 0 this rank's part of the samples of the weights."""
+        with on_stream(self._runtime.stream):
+            checksum(self._executor.target.model)
 
     def forget(self) -> None:
         """Let drafts forget what they learned from requests."""
@@ -94,6 +110,15 @@ class Follower(ReplayedCalls):
         """Copy calibrations into the draft."""
         with on_stream(self._runtime.stream):
             calibrate(self._draft, calibrations)
+
+    def update_weights(self, groups: Sequence[GroupShapes]) -> None:
+        """Replace weights by this rank's parts of those that rank 0 sends."""
+        runtime, executor = self._runtime, self._executor
+        assert runtime.ranks is not None
+        with on_stream(runtime.stream):
+            for group in groups:
+                group.receive(executor.target, executor.draft, runtime.ranks.reduction, runtime.config.machine.device)
+            NewWeights(executor.target, executor.draft, None, None).refresh()
 
     def sleep(self, level: int) -> None:
         """Free this rank's memory until `wake`."""

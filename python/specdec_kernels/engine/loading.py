@@ -17,7 +17,7 @@ from ..parallel.ranks import Ranks
 from .config import EngineConfig, Machine, default_device, result_words
 from .drafts import Draft
 from .options import RING_DEPTH, EngineOptions
-from .startup import FollowerRuntime, Runtime, open_follower, open_runtime
+from .startup import FollowerRuntime, RankSources, Runtime, open_follower, open_runtime
 from .text.prompts import load_tokenizer, own_tokenizer
 from .tuning import calibrations_for, costs_for, read_tuning, rounds_of
 
@@ -110,33 +110,31 @@ class Loading:
         assert self.place is not None
         return sizes_of(self.place.size, RING_DEPTH, result_words(self.config))
 
-    def open(self, ranks: Ranks | None) -> Runtime:
-        """Load the models, on the rank with the scheduler."""
-        return open_runtime(
-            self.base,
-            self.draft,
-            self.config,
+    def sources(self, ranks: Ranks | None) -> RankSources:
+        """Return what this rank loads."""
+        return RankSources(
+            model=self.base,
+            draft=self.draft,
+            config=self.config,
             adapter=self.adapter,
             tokenizer=self.tokenizer,
             no_tokenizer=self.no_tokenizer,
+            ranks=ranks,
+        )
+
+    def open(self, ranks: Ranks | None) -> Runtime:
+        """Load the models, on the rank with the scheduler."""
+        return open_runtime(
+            self.sources(ranks),
             calibrations=self.calibrations,
             costs=costs_for(self.tuning, self.rounds, self.config),
             trace=self.options.trace is not None,
             progress=self.options.progress,
-            ranks=ranks,
         )
 
     def open_follower(self, ranks: Ranks) -> FollowerRuntime:
         """Load the models, on another rank."""
-        return open_follower(
-            self.base,
-            self.draft,
-            self.config,
-            adapter=self.adapter,
-            tokenizer=self.tokenizer,
-            no_tokenizer=self.no_tokenizer,
-            ranks=ranks,
-        )
+        return open_follower(self.sources(ranks))
 
 
 def place_for(model: str | Path | nn.Module, options: EngineOptions) -> Place | None:

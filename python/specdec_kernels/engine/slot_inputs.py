@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -12,7 +12,15 @@ from .prompt_scores import PromptScores
 
 
 class KvSource(Protocol):
-    """KV rows that a request brings from another engine."""
+    """KV rows that a request brings from another engine.
+
+    Attributes:
+        first_rows: by group of layers, the first row that there is.
+        is_pending: whether the rows have not been written.
+    """
+
+    first_rows: Mapping[str, int]
+    is_pending: bool
 
     def unpack(
         self, state: Any, target: Any, draft: Any, slot: Tensor, chunk: int, num_rows: int

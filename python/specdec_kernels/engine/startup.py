@@ -21,7 +21,7 @@ from ..models.language_model import LanguageModel
 from ..models.layers.reduction import LOCAL
 from ..models.options import ModelOptions
 from ..models.shard import WHOLE
-from ..parallel.ranks import Ranks
+from ..parallel.ranks import Ranks, fail
 from .config import MAX_STOP_TOKENS, EngineConfig, PagePlan
 from .device.executor import Executor
 from .device.grammar_masks import TreeMasks
@@ -69,6 +69,19 @@ class RankRuntime:
         if self.ranks is not None:
             self.ranks.record(name, *arguments)
 
+    @contextmanager
+    def on_all_ranks(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Record a call for the other ranks, which the body makes here. An exception of the body ends all ranks."""
+        self.record(name, *arguments)
+        try:
+            yield
+        except BaseException as error:
+            if self.ranks is not None:
+                fail(self.ranks.channel, error)
+            raise
+        if self.ranks is not None:
+            self.ranks.channel.made()
+
     def drop_graphs(self) -> None:
         """Destroy all graphs; nothing may be running."""
         if self.config.captures:
@@ -109,36 +122,65 @@ class FollowerRuntime(RankRuntime):
         return self.replayer
 
 
-def open_runtime(
-    model: str | Path | nn.Module,
-    draft: Draft,
-    config: EngineConfig,
-    *,
-    adapter: Path | None,
-    tokenizer: Any,
-    no_tokenizer: str,
-    calibrations: Sequence[dict[str, Any] | None],
-    costs: _C.RoundCosts | None,
-    trace: bool,
-    progress: bool,
-    ranks: Ranks | None = None,
-) -> Runtime:
-    """Load target and draft, and create what their rounds need. On failure, close the draft again.
+@dataclass(frozen=True)
+class RankSources:
+    """What a rank loads.
 
-    Args:
-        model: the target, as for `Engine`.
-        draft: what to open for it.
+    Attributes:
+        model: the target, as for `Engine`, without its adapter.
+        draft: what is opened for it.
         config: resolved options.
         adapter: folder of a LoRA to merge into the target.
         tokenizer: of the target; None: there is none, for the reason `no_tokenizer`.
         no_tokenizer: that reason, for errors.
+        ranks: this rank among those of a divided target; None: the engine has one process.
+    """
+
+    model: str | Path | nn.Module
+    draft: Draft
+    config: EngineConfig
+    adapter: Path | None
+    tokenizer: Any
+    no_tokenizer: str
+    ranks: Ranks | None
+
+    def open(self) -> tuple[Executor, torch.cuda.Stream | None]:
+        """Load target and draft, and return the executor of their rounds, and the stream that it runs on."""
+        config = self.config
+        executor = load_target(self.model, self.draft, config, self.adapter, self.ranks)
+        round = executor.round
+        context = DraftContext(
+            round.target,
+            round.state,
+            config.max_len,
+            config.max_idle_rounds > 0,
+            self.tokenizer,
+            self.no_tokenizer,
+        )
+        open_draft(self.draft, context)
+        device = config.machine.device
+        return executor, torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def open_runtime(
+    sources: RankSources,
+    *,
+    calibrations: Sequence[dict[str, Any] | None],
+    costs: _C.RoundCosts | None,
+    trace: bool,
+    progress: bool,
+) -> Runtime:
+    """Load target and draft, and create what their rounds need. On failure, close the draft again.
+
+    Args:
+        sources: of this rank, the first.
         calibrations: that the draft's models start with (`calibrations_for`).
         costs: of rounds, if known; else they are measured.
         trace: whether rounds record their times.
         progress: whether to show progress bars.
-        ranks: this rank, the first, among those of a divided target.
     """
-    executor, stream = open_models(model, draft, config, adapter, tokenizer, no_tokenizer, ranks)
+    config, draft, ranks = sources.config, sources.draft, sources.ranks
+    executor, stream = sources.open()
 
     def started(config: EngineConfig) -> Runtime:
         with on_stream(stream):
@@ -159,38 +201,23 @@ def open_runtime(
                 num_sizes = sum(len(rows_of[size]) for size in config.measured_sizes)
                 with announced(f"timing rounds of {num_sizes} sizes; Engine.tuning keeps the times for the next start"):
                     scheduler.measure_rounds(list(config.measured_sizes))
-                runtime.record("forget")
-                forget(draft)
-            runtime.record("calibrate", calibrations)
-            calibrate(draft, calibrations)
+                with runtime.on_all_ranks("forget"):
+                    forget(draft)
+            with runtime.on_all_ranks("calibrate", calibrations):
+                calibrate(draft, calibrations)
     except BaseException:
         close_draft(draft)
         raise
+    if ranks is not None:
+        ranks.on_loaded()
     return runtime
 
 
-def open_follower(
-    model: str | Path | nn.Module,
-    draft: Draft,
-    config: EngineConfig,
-    *,
-    adapter: Path | None,
-    tokenizer: Any,
-    no_tokenizer: str,
-    ranks: Ranks,
-) -> FollowerRuntime:
-    """Do on another rank what `open_runtime` does on rank 0, up to where rank 0 begins to record calls.
-
-    Args:
-        model: as for `open_runtime`.
-        draft: as for `open_runtime`.
-        config: as for `open_runtime`.
-        adapter: as for `open_runtime`.
-        tokenizer: as for `open_runtime`.
-        no_tokenizer: as for `open_runtime`.
-        ranks: this rank among those of the target.
-    """
-    executor, stream = open_models(model, draft, config, adapter, tokenizer, no_tokenizer, ranks)
+def open_follower(sources: RankSources) -> FollowerRuntime:
+    """Do on another rank what `open_runtime` does on rank 0, up to where rank 0 begins to record calls."""
+    ranks = sources.ranks
+    assert ranks is not None
+    executor, stream = sources.open()
 
     def started(config: EngineConfig) -> FollowerRuntime:
         with on_stream(stream):
@@ -198,31 +225,16 @@ def open_follower(
             replayer = make_replayer(executor, config, stream, graphs, ranks)
         return FollowerRuntime(config, executor, stream, graphs, ranks, replayer)
 
+    config = sources.config
     try:
         if config.mem_fraction is not None:
             config = size_pools(executor, config, started)
-        return started(config)
+        runtime = started(config)
     except BaseException:
-        close_draft(draft)
+        close_draft(sources.draft)
         raise
-
-
-def open_models(
-    model: str | Path | nn.Module,
-    draft: Draft,
-    config: EngineConfig,
-    adapter: Path | None,
-    tokenizer: Any,
-    no_tokenizer: str,
-    ranks: Ranks | None,
-) -> tuple[Executor, torch.cuda.Stream | None]:
-    """Load target and draft, and return the executor of their rounds, and the stream that it runs on."""
-    executor = load_target(model, draft, config, adapter, ranks)
-    round = executor.round
-    catches_up = config.max_idle_rounds > 0
-    open_draft(draft, DraftContext(round.target, round.state, config.max_len, catches_up, tokenizer, no_tokenizer))
-    device = config.machine.device
-    return executor, torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    ranks.on_loaded()
+    return runtime
 
 
 def forget(draft: Draft) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..models.language_model import LanguageModel
+from ..models.layers.reduction import Reduction
 from ..models.weights.checkpoint import some
-from ..models.weights.offload import MissingWeights, weights_of
+from ..models.weights.checksum import checksum
+from ..models.weights.divided_loading import by_layer
+from ..models.weights.offload import MissingWeights
 from ..models.weights.update import Update, expect_tensors, write
 from .drafts import Draft, HasWeights, composition
 from .drafts.composition import having, leaves
@@ -20,7 +22,6 @@ from .startup import RankRuntime, Runtime, capture_all, on_stream
 from .threads import EngineThreads
 
 Weights = Mapping[str, Tensor]
-SAMPLED = 32  # elements of each weight in a checksum
 
 
 class WeightManager:
@@ -39,22 +40,34 @@ class WeightManager:
         self._missing = MissingWeights({})  # weights dropped by sleep(2) and not given again
 
     def checksum(self) -> str:
-        """Return a checksum over samples of each of the target's weights."""
+        """Return a checksum over samples of each of the target's weights. With ranks the first call needs a pause."""
+        if self._checksum is None and self._runtime.ranks is not None:
+            with self.lock, self._threads.paused():
+                return self.checksum_in_pause()
+        return self.checksum_in_pause()
+
+    def checksum_in_pause(self) -> str:
+        """Return the same between two rounds."""
         if self._checksum is None:
-            self._checksum = checksum(self._target.model)
+            with on_stream(self._runtime.stream), self._runtime.on_all_ranks("checksum"):
+                self._checksum = checksum(self._target.model)
         return self._checksum
 
     def update(self, weights: Weights | None, draft: Weights | Sequence[Weights | None] | None) -> None:
         """Replace weights; see `Engine.update_weights`."""
         with self.lock:
             self._expect_awake("update_weights")
-            if (ranks := self._runtime.ranks) is not None:
-                raise ValueError(
-                    f"update_weights: Engine has tp={ranks.size}, expected 1 (new weights are not divided)"
-                )
+            runtime = self._runtime
             given = NewWeights(self._target, self._draft, weights, draft)
-            with self._threads.paused(restart=True), on_stream(self._runtime.stream):
-                given.write()
+            groups = [] if runtime.ranks is None else groups_of(self._draft, weights, draft)
+            shapes = [group.shapes for group in groups]
+            with self._threads.paused(restart=True), on_stream(runtime.stream):
+                with runtime.on_all_ranks("update_weights", shapes):
+                    if runtime.ranks is not None:
+                        for group in groups:
+                            group.send(runtime.ranks.reduction, runtime.config.machine.device)
+                    given.write()
+                    given.refresh()
                 self._checksum = None
                 self._threads.forget_acceptance()
             if self._threads.unready:
@@ -68,10 +81,6 @@ class WeightManager:
             self._expect_awake("sleep")
             if level not in (1, 2):
                 raise ValueError(f"sleep: level is {level}, expected 1 or 2")
-            if level == 2 and (ranks := runtime.ranks) is not None:
-                raise ValueError(
-                    f"sleep: level is 2, expected 1 with tp={ranks.size} (update_weights gives no weights back)"
-                )
             if level == 2 and (self._target.is_given or any(part.is_given for part in having(self._draft, HasWeights))):
                 raise ValueError(
                     "sleep: level is 2, expected 1 for a model that was given as a module, which is its owner's"
@@ -81,8 +90,8 @@ class WeightManager:
             self._threads.refuse_requests("Engine is asleep, expected wake() before requests")
             with self._threads.paused(restart=True), on_stream(runtime.stream):
                 self._sleep_level = level
-                runtime.record("sleep", level)
-                free_memory(runtime, level)
+                with runtime.on_all_ranks("sleep", level):
+                    free_memory(runtime, level)
 
     def wake(self) -> None:
         """Take device memory back; see `Engine.wake`."""
@@ -91,8 +100,7 @@ class WeightManager:
             if not self._sleep_level:
                 raise RuntimeError("wake: Engine is awake, expected one that sleeps")
             level = self._sleep_level
-            with self._threads.paused(), on_stream(runtime.stream):
-                runtime.record("wake", level)
+            with self._threads.paused(), on_stream(runtime.stream), runtime.on_all_ranks("wake", level):
                 take_memory(runtime, level)
             self._sleep_level = 0
             self._missing = MissingWeights(own_weights(self._target, self._draft) if level == 2 else {})
@@ -159,10 +167,64 @@ class NewWeights:
             self.updates += part.updates(given, f"update_weights: {name}")
 
     def write(self) -> None:
-        """Copy the weights, and refresh what models derive from theirs."""
+        """Copy the weights; `refresh` has to follow."""
         write(self.updates)
+
+    def refresh(self) -> None:
+        """Refresh what models derive from their weights."""
         for model in self._models:
             model.refresh()  # every model: it may share weights with one that has changed
+
+
+class GroupShapes(NamedTuple):
+    """The tensors of a `WeightGroup` as other ranks know them before they get them.
+
+    Attributes:
+        part: of the draft; None: the target's checkpoint.
+        tensors: shape and dtype of each, in the order in which they are sent.
+    """
+
+    part: int | None
+    tensors: dict[str, tuple[list[int], torch.dtype]]
+
+    def receive(self, target: LanguageModel, draft: Draft, reduction: Reduction, device: torch.device) -> None:
+        """Get the tensors from rank 0, and copy this rank's parts of them over its weights."""
+        given = {name: reduction.broadcast(None, shape, dtype, device) for name, (shape, dtype) in self.tensors.items()}
+        if self.part is None:
+            NewWeights(target, draft, given, None).write()
+        else:
+            each = [given if number == self.part else None for number in range(len(leaves(draft)))]
+            NewWeights(target, draft, None, each).write()
+
+
+class WeightGroup(NamedTuple):
+    """Tensors that ranks get together: those of a layer, which transformers may merge, or of a part of the draft."""
+
+    part: int | None
+    tensors: dict[str, Tensor]
+
+    @property
+    def shapes(self) -> GroupShapes:
+        """Return what other ranks need to receive the tensors."""
+        return GroupShapes(self.part, {name: (list(each.shape), each.dtype) for name, each in self.tensors.items()})
+
+    def send(self, reduction: Reduction, device: torch.device) -> None:
+        """Send the tensors from rank 0 to the others, one by one."""
+        for tensor in self.tensors.values():
+            reduction.broadcast(tensor.detach().to(device), tensor.shape, tensor.dtype, device)
+
+
+def groups_of(
+    draft: Draft, weights: Weights | None, draft_weights: Weights | Sequence[Weights | None] | None
+) -> list[WeightGroup]:
+    """Return checked weights in the groups in which ranks get them."""
+    groups = [] if weights is None else [
+        WeightGroup(None, {name: weights[name] for name in sorted(names)}) for names in by_layer(set(weights))
+    ]  # fmt: skip
+    for part, (given, _) in enumerate(of_parts(draft, draft_weights)):
+        if given is not None:
+            groups.append(WeightGroup(part, dict(given)))
+    return groups
 
 
 def of_parts(draft: Draft, given: Weights | Sequence[Weights | None] | None) -> list[tuple[Weights | None, str]]:
@@ -200,14 +262,3 @@ def why_unready(missing: MissingWeights) -> str:
     if not missing.names:
         return ""
     return f"Engine lacks {some(missing.names)} since sleep(2), expected update_weights with all of them"
-
-
-@torch.no_grad()
-def checksum(model: Any) -> str:
-    """Return a checksum over SAMPLED elements of each weight, which tells fine-tuned models of one shape apart."""
-    parts = []
-    for _, weight in sorted(weights_of(model).items()):
-        flat = weight.detach().reshape(-1) if weight.is_contiguous() else weight.detach().t().reshape(-1)
-        step = max(1, len(flat) // SAMPLED)
-        parts.append(flat[::step][:SAMPLED].contiguous().view(torch.uint8))
-    return hashlib.blake2b(torch.cat(parts).cpu().numpy().tobytes(), digest_size=8).hexdigest()

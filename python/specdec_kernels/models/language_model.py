@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from .cache_division import CacheDivision
 from .kv_pools import KvPools
 from .layers.paged_batch import LastRows, PagedBatch
 from .state_cache import StateCache
@@ -38,6 +39,7 @@ class LanguageModel(Protocol):
     pools: KvPools
     states: StateCache | None  # None: no layer keeps a recurrent state
     feature_layers: tuple[int, ...]
+    caches: CacheDivision | None  # None: the model is whole
 
     @property
     def config(self) -> Any: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,19 @@ class Shard:
             head = self.rank * count // self.size
             return range(head, head + 1)
         raise ValueError(f"{what} is {count}, expected a multiple or a divisor of {self.size} (ranks)")
+
+    def ranges(self, parts: Iterable[tuple[int, int]], what: str) -> tuple[range, ...]:
+        """Return the ranges of this shard's heads, for parts of (heads, elements of each) next to each other.
+
+        Raises:
+            ValueError: as `heads`.
+        """
+        begin, ranges = 0, list[range]()
+        for count, size in parts:
+            own = self.heads(count, what)
+            ranges.append(range(begin + own.start * size, begin + own.stop * size))
+            begin += count * size
+        return tuple(ranges)
 
     def config(self, config: Any, name: str = "model") -> Any:
         """Return the config of the share: fewer heads of the same size."""

@@ -32,6 +32,7 @@ from .reductions import reduction_over
 RING_BYTES = 8 << 20  # of records that the slowest rank has not read
 # Ranks load at their own pace before they first need each other.
 LOADING = datetime.timedelta(minutes=60)
+COLLECTIVE = datetime.timedelta(minutes=2)  # that a rank waits for another one afterwards
 SECONDS_TO_START = 300.0  # until a rank has imported what it needs
 SECONDS_TO_END = 20.0  # until a rank that was closed has ended
 GRACE = 2.0  # seconds after a failure, in which ranks end by themselves
@@ -236,7 +237,8 @@ def wait_for_processes(channel: _C.ReplayChannel, size: int, started: Sequence[s
 
 def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int]) -> Ranks:
     """Return this rank among those that torchrun has started."""
-    if not dist.is_initialized():
+    is_script_group = dist.is_initialized()
+    if not is_script_group:
         init_group(device, rank=place.rank, size=place.size)
     control = dist.new_group(backend="gloo")  # the script's own group may be NCCL's alone
     said: list[Any] = [None]
@@ -251,7 +253,7 @@ def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int]) 
         channel = Memory(Path(path), _C.ReplaySizes(**sizes)).channel(place.rank)
         dist.barrier(control)
     channel.watch()
-    return ranks_of(place, channel, [], control)
+    return ranks_of(place, channel, [], control, is_script_group=is_script_group)
 
 
 def attach(joining: Joining) -> _C.ReplayChannel:
@@ -300,6 +302,8 @@ def ranks_of(
     channel: _C.ReplayChannel,
     started: Sequence[subprocess.Popen[bytes]],
     control: dist.ProcessGroup | None = None,
+    *,
+    is_script_group: bool = False,
 ) -> Ranks:
     """Return a rank, and let a thread of rank 0 end the others after a failure.
 
@@ -308,6 +312,7 @@ def ranks_of(
         channel: of this rank.
         started: processes that this one has started.
         control: a group for tensors of the host; None: the default group.
+        is_script_group: whether the default group is that of torchrun's script, which keeps its timeout.
     """
     if place.rank == 0:
         others = [channel.process(rank) for rank in range(1, place.size)]
@@ -318,13 +323,17 @@ def ranks_of(
         dist.all_reduce(values, dist.ReduceOp.MIN, group=control)
         return int(values)
 
+    def on_loaded() -> None:
+        if not is_script_group:
+            dist.distributed_c10d._set_pg_timeout(COLLECTIVE)
+
     def on_close() -> None:
         end(started, SECONDS_TO_END)
         if not place.by_torchrun and dist.is_initialized():
             with contextlib.suppress(*[Exception] if channel.failure else []):
                 dist.destroy_process_group()
 
-    return Ranks(place.size, place.shard, reduction_over(), channel, least, on_close)
+    return Ranks(place.size, place.shard, reduction_over(), channel, least, on_loaded, on_close)
 
 
 def end_others(channel: _C.ReplayChannel, processes: Sequence[int]) -> None:

@@ -22,6 +22,7 @@ class Ranks:
         shard: this rank's share of the model. reduction: sums over the ranks.
         channel: what rank 0 records, and the others read.
         least: returns the least of the ranks' integers, on all of them.
+        on_loaded: called once this rank has its models: waits for other ranks are short from then on.
         on_close: what ends the ranks, called once.
     """
 
@@ -30,6 +31,7 @@ class Ranks:
     reduction: Reduction
     channel: _C.ReplayChannel
     least: Callable[[int], int] = int
+    on_loaded: Callable[[], None] = field(default=lambda: None)
     on_close: Callable[[], None] = field(default=lambda: None)
     _closed: bool = False
 
@@ -44,7 +46,7 @@ class Ranks:
         Raises:
             RuntimeError: a rank has failed.
         """
-        self.channel.write(pickle.dumps((name, arguments), protocol=pickle.HIGHEST_PROTOCOL))
+        self.channel.write(pickle.dumps((name, arguments), protocol=pickle.HIGHEST_PROTOCOL), name)
 
     def close(self) -> None:
         """Let the other ranks end, on rank 0, and leave the group. Idempotent."""

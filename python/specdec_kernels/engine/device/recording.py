@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,11 +11,15 @@ from ... import _C
 from ...parallel.ranks import Ranks
 from ..logit_edits import LogitEdit
 from ..prompt_scores import PromptScores
-from ..slot_inputs import SlotInputs
+from ..slot_inputs import KvSource, SlotInputs
 from .executor import Executor
 
 if TYPE_CHECKING:
     from ..._C import AdmittedRequest, ConstrainedRow, PrefillChunk
+
+
+# Returns the source of KV rows that rank 0 has, whose first rows are these by group.
+KvReceiver = Callable[[Mapping[str, int]], KvSource]
 
 
 class RecordedRequest(NamedTuple):
@@ -25,6 +29,7 @@ class RecordedRequest(NamedTuple):
     edit: LogitEdit | None
     prediction: Sequence[int]
     scores: tuple[int, int] | None  # tokens of the prompt that is scored, and alternatives to each
+    first_rows: dict[str, int] | None  # of the KV rows that it brings, which rank 0 has
 
     @classmethod
     def of(cls, request: AdmittedRequest) -> RecordedRequest:
@@ -38,12 +43,14 @@ class RecordedRequest(NamedTuple):
             None if edit is None else edit._replace(new_matcher=None, bias=dict(edit.bias)),
             list(inputs.prediction),
             to_score,
+            dict(inputs.kv.first_rows) if inputs.kv is not None and inputs.kv.is_pending else None,
         )
 
-    def admitted(self) -> AdmittedRequest:
+    def admitted(self, receive_kv: KvReceiver) -> AdmittedRequest:
         """Return the request for another rank's executor."""
+        kv = None if self.first_rows is None else receive_kv(self.first_rows)
         scores = None if self.scores is None else PromptScores(*self.scores)
-        return _C.AdmittedRequest(**self.fields, extra=SlotInputs(self.edit, self.prediction, scores=scores))
+        return _C.AdmittedRequest(**self.fields, extra=SlotInputs(self.edit, self.prediction, kv, scores))
 
 
 class RecordingExecutor:
@@ -93,13 +100,13 @@ class RecordingExecutor:
 class ReplayedCalls:
     """The calls that `RecordingExecutor` records, made on another rank's executor."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, executor: Executor, receive_kv: KvReceiver) -> None:
+        self._executor, self._receive_kv = executor, receive_kv
         self.save_snapshots, self.activate = executor.save_snapshots, executor.activate
         self.deactivate, self.assign_pages = executor.deactivate, executor.assign_pages
 
     def begin(self, slot: int, request: RecordedRequest) -> None:
-        self._executor.begin(slot, request.admitted())
+        self._executor.begin(slot, request.admitted(self._receive_kv))
 
     def prefill(self, chunks: list[tuple[int, int, list[int]]]) -> None:
         each = [_C.PrefillChunk(slot=slot, start=start, tokens=tokens) for slot, start, tokens in chunks]

@@ -23,12 +23,11 @@ from ...models.weights.checkpoint import readable
 from ..config import EngineConfig
 from ..device.state import EngineState
 from ..drafts import Draft
-from ..drafts.composition import save_slot
 from ..outputs import TokenLogprob
 from ..params import SamplingParams
 from ..request import BaseRequest, ResumedRequest
 from ..text.prompts import check_tokens
-from .kv_transfer import SLOT_PREFIX, MigratedKv, groups_of, layout_of, state_layout
+from .kv_transfer import SLOT_PREFIX, MigratedKv, groups_of, layout_of, specs_of
 
 VERSION = 1
 # Types of the values, as JSON has them, and the values that hold integers only.
@@ -172,21 +171,15 @@ def check_tensors(exported: ExportedRequest, peer: MigrationPeer) -> None:
     """Raise ValueError for tensors that differ from what the values describe."""
     num_rows = len(exported.values["prompt"]) + len(exported.values["tokens"]) - 1
     vocab_size = peer.target.config.vocab_size
-    expected: dict[str, tuple[list[int], torch.dtype]] = {}
-    target_groups, draft_groups = groups_of(peer.target.pools, peer.draft, num_rows)
-    for name, group, count in target_groups + draft_groups:
+    first_rows = exported.values["first_rows"]
+    target_groups, draft_groups = groups_of(peer.target, peer.draft, num_rows)
+    for name, group, count, _ in target_groups + draft_groups:
         window = peer.state.window if group.window is None else group.window
-        first, most = exported.values["first_rows"].get(name, 0), 0 if window is None else max(count + 1 - window, 0)
+        first, most = first_rows.get(name, 0), 0 if window is None else max(count + 1 - window, 0)
         if not 0 <= first <= most:
             raise ValueError(f"import_request: request has rows of {name} from {first} on, expected 0 to {most}")
-        rows = count - first
-        for part, kv in group.named_pools.items():
-            expected[f"{name}.{part}"] = [len(kv), rows, *kv.shape[3:]], kv.dtype
-    expected |= state_layout(peer.target)
-    for name, kept in save_slot(peer.draft, 0).items():
-        expected[f"{SLOT_PREFIX}{name}"] = list(kept.shape), kept.dtype
-    for name, (shape, dtype) in expected.items():
-        tensor = exported.tensors.get(name)
+    for name, spec in specs_of(peer.target, peer.draft, num_rows, first_rows).items():
+        tensor, shape, dtype = exported.tensors.get(name), spec.shape, spec.like.dtype
         if tensor is None:
             raise ValueError(f"import_request: request lacks {name}, expected a tensor of shape {shape}")
         if (list(tensor.shape), tensor.dtype) != (shape, dtype):

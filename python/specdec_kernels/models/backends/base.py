@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache_division import CacheDivision
 from ..kv_pools import KvLayout, KvPools
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
@@ -30,12 +31,14 @@ class PagedModel:
         max_len: the longest sequence to be served.
         pools: KV pools of the attention calls of a pass, in their order.
         states: the cache of the layers that keep a recurrent state; None: there are none.
+        caches: how ranks divide pools and states; None: the model is whole.
     """
 
     model: Any
     max_len: int
     pools: KvPools
     states: StateCache | None = None
+    caches: CacheDivision | None = None
     is_given: bool
     _config: Any
     _device: torch.device
@@ -172,4 +175,10 @@ class PagedModel:
         rows = PagedBatch(slots=zero, page_table=pages, prefix_lens=zero, tail_len=count)
         positions = torch.arange(count, dtype=torch.int32, device=device)[None]
         self.prefill(drawn.to(device, torch.int32), positions, rows)
-        return [tuple(map(measured_scale, kv.pools)) for kv in self.pools.layers]
+        scales = [tuple(map(measured_scale, kv.pools)) for kv in self.pools.layers]
+        if self.caches is None:
+            return scales
+        # Ranks have other heads: all take the largest.
+        own = torch.tensor(scales, device=device)
+        every = self.caches.reduction.gather(own.view(-1)).view(self.caches.shard.size, *own.shape)
+        return [tuple(each) for each in every.amax(0).tolist()]

@@ -22,7 +22,7 @@ from ..options import ModelOptions
 from ..state_cache import StateCache, StateSpec
 from ..weights.loading import load_causal_lm, place
 from ..weights.model_config import config_of, keep_text_only
-from ..weights.sharding import Division
+from ..weights.sharding import DIVISION, Division
 from ..weights.update import write_over
 from .base import PagedModel
 from .self_check import CHECKED_NODES, CHECKED_ROWS, ModuleMismatchError, check_against_module
@@ -92,8 +92,10 @@ class CausalLM(PagedModel):
         if not isinstance(model, nn.Module):
             keep_text_only(self.model)
         place(self.model, options.dtype, options.device)
-        if division is not None:
-            division.divide_tied_head(self.model)
+        self._division: Division | None = getattr(self.model, DIVISION, None)
+        if self._division is not None:
+            self.caches = self._division.caches
+            self._division.divide_tied_head(self.model)
         self._family = family
         self.max_len = options.max_len
         self.decoder = read_decoder(family, self.model, options)
@@ -138,9 +140,13 @@ class CausalLM(PagedModel):
     def _drop_parts(self) -> None:
         super()._drop_parts()
         del self.decoder
+        if self._division is not None:
+            self._division.untie_head(self.model)
 
     @torch.no_grad()
     def _make_parts(self) -> None:
+        if self._division is not None:
+            self._division.tie_head(self.model)
         self.decoder = self._family.decoder(self.model, self.max_len, self._device)
 
     @property

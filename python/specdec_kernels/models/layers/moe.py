@@ -354,20 +354,28 @@ class QuantizedExperts(nn.Module):
         begin = outs if part == "up" else 0
         return elements[begin : begin + outs], scales[:, begin : begin + outs]
 
-    def divide(self, own: range) -> None:
+    def divide(self, own: range) -> dict[str, tuple[int, tuple[range, ...]]]:
         """Keep these intermediate elements of each expert.
+
+        Returns:
+            The divided dimension of each divided buffer, and the ranges of it that are kept.
 
         Raises:
             ValueError: they begin or end within a group of elements with one scale.
         """
         buffers = dict(self.named_buffers(recurse=False))
         inner = buffers["down"].shape[2]
-        rows = torch.tensor([*own, *range(inner + own.start, inner + own.stop)], device=buffers["down"].device)
+        both = own, range(inner + own.start, inner + own.stop)
+        rows = torch.tensor([row for part in both for row in part], device=buffers["down"].device)
         groups = groups_of(own, buffers["down_scales"].shape[1], inner, GROUP)
         self.gate_up = buffers["gate_up"].view(torch.uint8)[:, rows].view(FP8)
         self.gate_up_scales = buffers["gate_up_scales"][..., rows].contiguous()
         self.down = buffers["down"][..., own.start : own.stop].contiguous()
         self.down_scales = buffers["down_scales"][:, groups].contiguous()
+        divided = {"gate_up": (1, both), "gate_up_scales": (2, both), "down": (2, (own,))}
+        if buffers["down_scales"].shape[1] > 1:
+            divided["down_scales"] = 1, (range(groups.start, groups.stop),)
+        return divided
 
     def experts(self) -> Fp8Experts:
         """Return the experts, which share the buffers."""

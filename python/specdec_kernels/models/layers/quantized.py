@@ -68,6 +68,11 @@ class QuantizedWeight(ABC):
     def nbytes(self) -> int:
         """Bytes of its elements, scales and zeros."""
 
+    @property
+    def device(self) -> torch.device:
+        """The device of its elements."""
+        raise NotImplementedError
+
     def concatenated(self, other: QuantizedWeight) -> QuantizedWeight | None:
         """Return both as one weight, this one's rows first; None where one weight cannot hold both."""
         return None
@@ -126,6 +131,10 @@ class Fp8Weight(QuantizedWeight):
     @property
     def shape(self) -> tuple[int, int]:
         return self.qweight.shape[0], self.qweight.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.qweight.device
 
     def dequantize(self) -> Tensor:
         return self._dequantize(torch.float32)
@@ -262,6 +271,10 @@ class Int4Weight(QuantizedWeight):
     @property
     def shape(self) -> tuple[int, int]:
         return self.qweight.shape[0], 2 * self.qweight.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.qweight.device
 
     def dequantize(self) -> Tensor:
         weight = dequantize_weight(self.qweight, self.scales, torch.float32)

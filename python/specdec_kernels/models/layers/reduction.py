@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,20 @@ class Reduction(ABC):
     @abstractmethod
     def gather(self, x: Tensor) -> Tensor:
         """Return the ranks' tensors next to each other along the last dimension, in the order of ranks."""
+
+    def broadcast(self, given: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return rank 0's tensor on all ranks; `given` is None on the others. The sum is that of its bytes and zeros.
+
+        Args:
+            given: the tensor, on the device; it is not changed.
+            shape: of the tensor, as all others known on all ranks.
+            dtype: of the tensor.
+            device: that of this rank.
+        """
+        sent = torch.zeros(tuple(shape), dtype=dtype, device=device) if given is None else given.clone().contiguous()
+        if not sent.numel():
+            return sent
+        return self.sum(sent.view(-1).view(torch.uint8)).view(dtype).view(tuple(shape))
 
     def add_norm(self, norm: Any, x: Tensor, residual: Tensor | None, out: Tensor | None) -> tuple[Any, Tensor]:
         """Return what `norm.add_norm` returns for the sum of the ranks' x; override it to fuse both."""

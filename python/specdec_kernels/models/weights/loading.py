@@ -31,7 +31,7 @@ from .kv_scales import SCALE_NAME
 from .model_config import is_mxfp4, scheme_in
 from .mtp_layouts import mtp_prefixes
 from .quantized_loading import STORED_BY, QuantizedLinearsConfig, known_as, load_quantized, of_any_expert
-from .sharding import IS_DIVIDED, Division
+from .sharding import DIVISION, Division
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -77,7 +77,7 @@ def load_causal_lm(
         check_modules(module, name, packages)
     if adapter is not None:
         merge_adapter(module, adapter)
-    if division is not None and not hasattr(module, IS_DIVIDED):
+    if division is not None and not hasattr(module, DIVISION):
         division.divide(module)
     return module
 

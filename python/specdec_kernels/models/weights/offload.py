@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..layers.moe import QuantizedExperts
 from ..layers.quantized import QuantizedLinear
+from .sharding import DIVISION, Division
 from .update import Update
 
 LARGE = ("qweight", "scales")  # buffers of a quantized linear that are worth offloading
@@ -23,6 +24,9 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
             weights |= {f"{path}.{name}": tensor for name in LARGE if (tensor := part._buffers.get(name)) is not None}
         if isinstance(part, QuantizedExperts):
             weights |= {f"{path}.{name}": buffer for name, buffer in part.named_buffers(recurse=False)}
+    division: Division | None = getattr(module, DIVISION, None)
+    if division is not None and division.tied_head is not None:
+        del weights[division.tied_head]  # rows of the embedding
     return weights
 
 

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..cache_division import CacheDivision
 from ..layers.moe import QuantizedExperts
-from ..layers.quantized import QuantizedLinear
+from ..layers.quantized import QuantizedLinear, QuantizedWeight
 from ..layers.reduction import Columns, Reduction
 from ..shard import Shard
 
-IS_DIVIDED = "specdec_divided"  # attribute of a divided model
+DIVISION = "specdec_division"  # attribute of a divided model
 
 # Styles of modules and parameters by the ends of their paths, for names that mean the same in all families.
 COMMON = {
@@ -47,25 +48,73 @@ class Cut(NamedTuple):
         parts = [tensor.narrow(self.dim, part.start, len(part)) for part in self.ranges]
         return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, self.dim)
 
+    def of_quantized(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """Return a copy of the part of a quantized weight.
+
+        Raises:
+            ValueError: a boundary cuts a group of elements with one scale.
+        """
+        if self.dim:
+            return weight.slice_columns(self.ranges[0])
+        rows = [row for part in self.ranges for row in part]
+        return weight.pick_rows(torch.tensor(rows, device=weight.device))
+
+    def local(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where whole indices of the dimension are in the part (0 for others), and which of them are there."""
+        local, begin = torch.full_like(indices, -1), 0
+        for own in () if self.is_zero else self.ranges:
+            local = torch.where((indices >= own.start) & (indices < own.stop), indices - own.start + begin, local)
+            begin += len(own)
+        return local.clamp(min=0), local >= 0
+
+
+class Kept(NamedTuple):
+    """What a rank keeps of a tensor."""
+
+    cut: Cut
+    shape: tuple[int, ...]  # of the whole
+
+
+def prefix_of(model: Any) -> str:
+    """Return what the names of a model's tensors begin with, before their paths in its decoder."""
+    decoder = model.get_decoder()
+    return next(f"{path}." if path else "" for path, module in model.named_modules() if module is decoder)
+
 
 class Division:
     """How one rank divides a module.
 
     Args:
-        config: of the whole model. styles: of the family, by pattern; see `Family.division`.
-        shard: the rank's. reduction: makes partial outputs whole.
+        config: of the whole model.
+        styles: of the family, by pattern; see `Family.division`.
+        shard: the rank's.
+        reduction: makes partial outputs whole.
         name: of the model in errors.
+
+    Attributes:
+        kept: what this rank keeps of divided parameters, of quantized linears (by their paths, as [out, in]) and of
+            the buffers of quantized experts.
+        tied_head: the name of the LM head's weight, if it is a view of rows of the embedding.
     """
 
     def __init__(
         self, config: Any, styles: Mapping[str, Any], shard: Shard, reduction: Reduction, name: str = "model"
     ) -> None:
         self.config, self.shard, self.reduction, self.name = config, shard, reduction, name
+        self.kept: dict[str, Kept] = {}
+        self.tied_head: str | None = None
         self._norms = set[str]()  # paths of norms whose rows are divided
         self._divided = set[str]()  # paths of quantized modules that are divided
+        self._conv = next((parts for path, parts in styles.items() if path.endswith(".conv1d")), ())
         plan = getattr(config, "base_model_tp_plan", None) or {}
         self._styles = [(pattern_of(path, ends=True), style) for path, style in {**COMMON, **styles}.items()][::-1]
         self._styles += [(pattern_of(path, ends=False), ALIASES.get(style, style)) for path, style in plan.items()]
+
+    @property
+    def caches(self) -> CacheDivision:
+        """Return how ranks divide what the model keeps of a sequence."""
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        return CacheDivision(self.shard, self.reduction, heads, self._conv)
 
     def divide(self, model: Any) -> None:
         """Keep this rank's part of each tensor of a module's decoder, in place, and of an LM head of its own."""
@@ -79,10 +128,11 @@ class Division:
 
     def divide_quantized(self, model: Any) -> None:
         """Keep this rank's part of the quantized linears and experts that have been loaded since the last call."""
+        prefix = prefix_of(model)
         for path, module, style in self._styled(model.get_decoder()):
             is_quantized = isinstance(module, QuantizedLinear | QuantizedExperts)
             if is_quantized and path not in self._divided and any(True for _ in module.buffers(recurse=False)):
-                self._divide_quantized(path, module, style)
+                self._divide_quantized(f"{prefix}{path}", path, module, style)
                 self._divided.add(path)
 
     def cuts(self, model: Any) -> dict[str, Cut]:
@@ -91,8 +141,7 @@ class Division:
         Raises:
             ValueError: a module that cannot be divided, by name.
         """
-        decoder, cuts = model.get_decoder(), dict[str, Cut]()
-        prefix = next(f"{path}." if path else "" for path, module in model.named_modules() if module is decoder)
+        decoder, cuts, prefix = model.get_decoder(), dict[str, Cut](), prefix_of(model)
         for path, module, style in self._styled(decoder):
             if self._divides_rows(path, module, style):
                 self._norms.add(path)
@@ -107,11 +156,12 @@ class Division:
         if head.weight is not model.get_input_embeddings().weight:
             path = next(path for path, module in model.named_modules() if module is head)
             cuts |= {f"{path}.{leaf}": Cut(0, (self._vocabulary(len(t)),)) for leaf, t in head.named_parameters()}
+        self.kept |= {name: Kept(cut, tuple(model.get_parameter(name).shape)) for name, cut in cuts.items()}
         return cuts
 
     def attach(self, model: Any) -> None:
         """Give modules with partial outputs their reductions, and linears their sizes."""
-        setattr(model, IS_DIVIDED, True)
+        setattr(model, DIVISION, self)
         for path, module, style in self._styled(model.get_decoder()):
             if style in ("experts", "rowwise"):
                 module.reduction = self.reduction
@@ -129,14 +179,45 @@ class Division:
         head = model.get_output_embeddings()
         vocab = len(model.get_input_embeddings().weight)
         if len(head.weight) == vocab and head.weight is model.get_input_embeddings().weight:
-            rows = self._vocabulary(vocab)
-            head.weight = nn.Parameter(head.weight.data[rows.start : rows.stop], head.weight.requires_grad)
+            cut = Cut(0, (self._vocabulary(vocab),))
+            path = next(path for path, module in model.named_modules() if module is head)
+            self.tied_head = f"{path}.weight"
+            self.kept[self.tied_head] = Kept(cut, tuple(head.weight.shape))
+            head.weight = nn.Parameter(head.weight.data, head.weight.requires_grad)
+            self.tie_head(model)
             if head.bias is not None:
-                head.bias = nn.Parameter(head.bias.data[rows.start : rows.stop], head.bias.requires_grad)
+                self.kept[f"{path}.bias"] = Kept(cut, tuple(head.bias.shape))
+                head.bias = nn.Parameter(cut(head.bias.data), head.bias.requires_grad)
         head.reduction = Columns(self.reduction, self._vocabulary(vocab), vocab)
 
-    def _divide_quantized(self, path: str, module: Any, style: Any) -> None:
-        """Keep this rank's part of a quantized linear or of quantized experts.
+    def tie_head(self, model: Any) -> None:
+        """Let the weight of a tied LM head be a view of the embedding's rows, after that has got other memory."""
+        if self.tied_head is not None:
+            rows, table = self.kept[self.tied_head].cut.ranges[0], model.get_input_embeddings().weight.data
+            model.get_output_embeddings().weight.data = table[rows.start : rows.stop]
+
+    def untie_head(self, model: Any) -> None:
+        """Let the weight of a tied LM head hold no memory of the embedding's, until `tie_head`."""
+        if self.tied_head is not None:
+            weight = model.get_output_embeddings().weight
+            weight.data = weight.data.new_empty(1).expand(weight.shape)
+
+    def of_expert(self, path: str, part: str) -> Kept | None:
+        """Return what this rank keeps of an expert's "gate", "up" or "down" [out, in]; None: all.
+
+        Args:
+            path: of the module of all experts, which keeps them as [experts, out, in].
+            part: of the expert.
+        """
+        down = self.kept.get(f"{path}.down") or self.kept.get(f"{path}.down_proj")
+        if down is None:
+            return None
+        _, hidden, inner = down.shape
+        is_down = part == "down"
+        return Kept(Cut(int(is_down), down.cut.ranges), (hidden, inner) if is_down else (inner, hidden))
+
+    def _divide_quantized(self, name: str, path: str, module: Any, style: Any) -> None:
+        """Keep this rank's part of a quantized linear or of quantized experts, called `name` in the model.
 
         Raises:
             ValueError: a boundary cuts a group of elements with one scale.
@@ -144,18 +225,17 @@ class Division:
         what = f"{self.name}: {path}"
         try:
             if isinstance(module, QuantizedExperts):
-                module.divide(self._even(module.get_buffer("down").shape[2], f"{what}.intermediate_size"))
+                shapes = {leaf: tuple(buffer.shape) for leaf, buffer in module.named_buffers(recurse=False)}
+                divided = module.divide(self._even(shapes["down"][2], f"{what}.intermediate_size"))
+                for leaf, (dim, ranges) in divided.items():
+                    self.kept[f"{name}.{leaf}"] = Kept(Cut(dim, ranges), shapes[leaf])
             elif isinstance(module, QuantizedLinear):
                 weight = module.weight
                 like = torch.empty(weight.shape, device="meta")
                 cut = self._cut(what, style, "weight", like)
-                if cut is not None and cut.dim:
-                    module.store(weight.slice_columns(cut.ranges[0]))
-                elif cut is not None:
-                    rows = torch.tensor(
-                        [row for part in cut.ranges for row in part], device=module.get_buffer("qweight").device
-                    )
-                    module.store(weight.pick_rows(rows))
+                if cut is not None:
+                    self.kept[name] = Kept(cut, weight.shape)
+                    module.store(cut.of_quantized(weight))
         except ValueError as error:
             raise error if str(error).startswith(what) else ValueError(f"{what}: {error}") from None
 
@@ -252,14 +332,9 @@ class Division:
 
     def _parts(self, what: str, parts: Any, total: int) -> tuple[range, ...]:
         """Return the ranges of this rank's heads, for parts of (heads, elements of each) next to each other."""
-        begin, ranges = 0, list[range]()
-        for count, size in parts:
-            own = self.shard.heads(count, f"{what}: heads")
-            ranges.append(range(begin + own.start * size, begin + own.stop * size))
-            begin += count * size
-        if begin != total:
-            raise ValueError(f"{what} has {total} rows, expected {begin} by the heads of the config")
-        return tuple(ranges)
+        if (expected := sum(count * size for count, size in parts)) != total:
+            raise ValueError(f"{what} has {total} rows, expected {expected} by the heads of the config")
+        return self.shard.ranges(parts, f"{what}: heads")
 
     def _even(self, count: int, what: str) -> range:
         own = self.shard.share(count, what)

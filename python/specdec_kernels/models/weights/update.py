@@ -29,6 +29,7 @@ from .formats import Scheme, fitting_weight
 from .kv_scales import FP8, SCALE_NAME
 from .mtp_layouts import mtp_prefixes
 from .quantized_loading import PARTS, STORED_BY, expert_of, own_names
+from .sharding import DIVISION, Cut, Division, Kept
 
 OURS = __name__.partition(".")[0]
 
@@ -37,15 +38,17 @@ class Update(NamedTuple):
     """A new value for a weight, or for a part of one."""
 
     place: Tensor  # where it is written: a view of the weight
-    value: Tensor  # of the place's shape, of any dtype that can be cast to its dtype, on any device
+    value: Tensor  # of the place's shape once it is cut, of any dtype that can be cast to its dtype, on any device
     weight: Tensor | None = None  # the parameter or buffer; None: it is not offloaded
+    cut: Cut | None = None  # the part of the value that is written; None: all
 
 
 @torch.inference_mode()
 def write(updates: Iterable[Update]) -> None:
     """Copy each value to its place."""
     for update in updates:
-        update.place.copy_(update.value.detach())
+        value = update.value.detach()
+        update.place.copy_(value if update.cut is None else update.cut(value))
 
 
 def expect_tensors(weights: Mapping[str, Tensor], name: str) -> None:
@@ -70,20 +73,22 @@ class Skeleton:
     Transformers' own loading fills it, which renames and merges tensors of a checkpoint, and shows where they go.
 
     Args:
-        model: its tensors' shapes and dtypes are those of the skeleton.
+        model: its tensors' shapes and dtypes are those of the skeleton; if ranks divide it, shapes are the whole's.
     """
 
     def __init__(self, model: Any) -> None:
         with torch.device("meta"):
             self._module: Any = type(model)._from_config(copy.deepcopy(model.config))
+        division: Division | None = getattr(model, DIVISION, None)
+        kept = {} if division is None else division.kept
         for name, tensor in model.state_dict().items():
-            self._set(name, tensor)
+            self._set(name, tensor, kept[name].shape if name in kept else tensor.shape)
         self._device = next(model.parameters()).device
 
-    def _set(self, name: str, like: Tensor) -> None:
+    def _set(self, name: str, like: Tensor, shape: Sequence[int]) -> None:
         path, _, leaf = name.rpartition(".")
         module = self._module.get_submodule(path)
-        empty = torch.empty(like.shape, dtype=like.dtype, device="meta")
+        empty = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
         if leaf in module._parameters:
             module._parameters[leaf] = torch.nn.Parameter(empty, empty.is_floating_point())
         elif leaf in module._buffers:
@@ -109,7 +114,7 @@ class Skeleton:
                 logging.enable_progress_bar()
             for key, tensor in self._module.state_dict().items():
                 if not tensor.is_meta:
-                    self._set(key, tensor)
+                    self._set(key, tensor, tensor.shape)
         if unknown := sorted(key for key in info.unexpected_keys if not self._leaves_out(key, info.unexpected_keys)):
             kind = type(self._module).__name__
             raise ValueError(f"{name} has {some(unknown)}, unknown to {kind}, expected tensors of the model alone")
@@ -132,6 +137,8 @@ def updates_of(
 ) -> list[Update]:
     """Return the updates of a module's tensors by weights that are named as in its checkpoint, all of them or some.
 
+    Weights are those of the whole model. If ranks divide it, updates write this rank's parts.
+
     Raises:
         TypeError, ValueError: unknown names; tensors of another shape or of a dtype that cannot be cast to the
             weight's; a tensor without others that it needs. Nothing has changed then.
@@ -149,7 +156,13 @@ def updates_of(
         if own.endswith(".weight") and isinstance(module, QuantizedLinear):
             raise ValueError(f"{name} has {key} alone, expected beside it what its elements are multiplied by")
     expect_floats(plain, name)
-    places = model.state_dict(keep_vars=True)
+    division: Division | None = getattr(model, DIVISION, None)
+    places, cuts = model.state_dict(keep_vars=True), dict[str, Cut]()
+    if division is not None:
+        cuts = {key: kept.cut for key, kept in division.kept.items()}
+        if division.tied_head is not None:
+            places[division.tied_head] = model.get_input_embeddings().weight
+            del cuts[division.tied_head]
     given: dict[tuple[int, int], tuple[str, Tensor]] = {}
     for key, value in skeleton.placed(plain, name).items() if plain else ():
         if key not in places:
@@ -157,7 +170,7 @@ def updates_of(
         place = places[key]
         other, same = given.setdefault((place.data_ptr(), place.numel()), (key, value))
         if other == key:
-            updates.append(Update(place.detach(), value, place))
+            updates.append(Update(place.detach(), value, place, cuts.get(key)))
         elif not torch.equal(same.to(value.device), value):
             raise ValueError(f"{name} has {key}, expected it to be {other}, which is the same weight in this model")
     return updates
@@ -185,6 +198,7 @@ def stored_updates(
     Raises:
         ValueError: a linear that the model stores in another way, one that lacks a tensor, or one of another shape.
     """
+    division: Division | None = getattr(model, DIVISION, None)
     linears = scheme.linears(weights)
     modules = dict(model.named_modules())
     own, rest, updates = own_names(linears, model), dict(weights), list[Update]()
@@ -201,28 +215,48 @@ def stored_updates(
             raise ValueError(f"{name} lacks {path}.{missing[0]}, expected all tensors of a quantized product")
         weight = fitting_weight(scheme, given, f"{name} has a quantized {path}")
         if isinstance(linear, QuantizedLinear):
-            updates += same_kind(linear.weight, weight, f"{name} has {path}")
+            kept = None if division is None else division.kept.get(own[path])
+            updates += same_kind(linear.weight, own_part(weight, kept, f"{name} has {path}"), f"{name} has {path}")
             bias = rest.get(f"{path}.bias")
             if linear.bias is None and bias is not None and not bias.any():
                 del rest[f"{path}.bias"]  # early GPTQ wrote zeros
         elif experts is not None:
-            assert match is not None and isinstance(weight, Fp8Weight)
-            places = experts.stored(int(match[2]), PARTS.get(match[3], ""))
+            assert match is not None
+            part = PARTS.get(match[3], "")
+            kept = None if division is None else division.of_expert(match[1], part)
+            weight = own_part(weight, kept, f"{name} has {path}")
+            assert isinstance(weight, Fp8Weight)
+            places = experts.stored(int(match[2]), part)
             if places is None or [list(place.shape) for place in places] != [
                 list(weight.qweight.shape), list(weight.scales.t().shape)
             ]:  # fmt: skip
                 raise ValueError(f"{name} has {path} of shape {list(weight.shape)}, which has no place in the model")
-            buffer = "down" if PARTS[match[3]] == "down" else "gate_up"
+            buffer = "down" if part == "down" else "gate_up"
             updates += [
                 Update(places[0], weight.qweight, experts.get_buffer(buffer)),
                 Update(places[1], weight.scales.t(), experts.get_buffer(f"{buffer}_scales")),
             ]
         else:
             assert expert is not None
-            if list(weight.shape) != list(expert.rows.shape):
-                raise ValueError(f"{name} has {path} of shape {list(weight.shape)}, expected {list(expert.rows.shape)}")
-            updates.append(Update(expert.rows, weight.dequantize(), expert.weight))
+            kept = None if division is None else division.of_expert(expert.path, expert.part)
+            shape = expert.rows.shape if kept is None else kept.shape
+            if list(weight.shape) != list(shape):
+                raise ValueError(f"{name} has {path} of shape {list(weight.shape)}, expected {list(shape)}")
+            updates.append(Update(expert.rows, weight.dequantize(), expert.weight, None if kept is None else kept.cut))
     return updates, rest
+
+
+def own_part(weight: QuantizedWeight, kept: Kept | None, what: str) -> QuantizedWeight:
+    """Return this rank's part of a weight.
+
+    Raises:
+        ValueError: the weight has another shape than the whole.
+    """
+    if kept is None:
+        return weight
+    if list(weight.shape) != list(kept.shape):
+        raise ValueError(f"{what} of shape {list(weight.shape)}, expected {list(kept.shape)}")
+    return kept.cut.of_quantized(weight)
 
 
 def same_kind(old: Any, new: QuantizedWeight, what: str) -> list[Update]:
