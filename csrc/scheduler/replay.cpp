@@ -349,7 +349,8 @@ void ReplayChannel::run_watch(milliseconds most_delay) {
     for (size_t i = 0; i < watched.size(); ++i) {
       Watched& one = watched[i];
       const int64_t now = load(of_rank(one.rank).beats);
-      one.ticks = now == one.beats ? one.ticks + 1 : 0;
+      // Rank 0 starts to beat when all ranks have their channels.
+      one.ticks = now == one.beats && now > 0 ? one.ticks + 1 : 0;
       one.beats = now;
       if (processes[i].revents != 0) {
         ended = true;

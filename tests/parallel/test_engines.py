@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, SamplingParams
-from support.changed_weights import changed, tensors_of
+from specdec_kernels.models.weights.checkpoint import load_tensors
+from support.changed_weights import changed
 from support.hybrid_cases import hybrid_module
 from support.hybrid_servers import write_hybrid_with_mtp
 from support.latent_cases import latent_module
@@ -88,7 +89,7 @@ def test_ranks_get_their_parts_of_new_weights(kind: str, tp: int, tmp_path: Path
     folder = KINDS[kind](tmp_path / "model")
     draft: Callable[[], Draft] = (lambda: MTP()) if kind == "MTP layer" else lambda: Ngram(num_nodes=6)
     params, own = SamplingParams(24, ignore_eos=True), SIZES | {"adaptive": False}
-    old = tensors_of(folder)
+    old = load_tensors(folder, lambda _: True)
     with Engine(folder, draft(), **own) as alone, Engine(folder, draft(), **own, tp=tp) as ranks:
         want = [output.tokens for output in alone.generate(PROMPTS, params)]
         ranks.sleep(2)
