@@ -100,6 +100,22 @@ def test_doctor_finds_nothing_in_a_healthy_head(diagnosed: Any, healthy: float) 
     assert tried == {"feature layers", "position offset", "norm", "template", "vocabulary map"}
 
 
+@pytest.mark.exhaustive
+def test_doctor_finds_the_same_with_ranks(diagnosed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    alone, ranks = diagnosed(TARGET, HEAD), diagnosed(TARGET, HEAD, "--tp", "2")
+    assert alone == ranks
+
+
+def test_doctor_refuses_a_kv_dtype_with_ranks(prompts: Path, capsys: Capture) -> None:
+    options = ["--prompts", str(prompts), "--device", "cpu", "--tp", "2", "--kv-cache-dtype", "fp8_e4m3"]
+    assert cli.main(["doctor", str(TARGET), "--speculative-draft-model-path", str(HEAD), *options]) == 2
+    assert capsys.readouterr().err.strip() == (
+        "specdec doctor: --kv-cache-dtype is fp8_e4m3, expected none with --tp 2: the change to 16 bits needs a second "
+        "engine"
+    )
+
+
 def test_doctor_finds_wrong_feature_layers(diagnosed: Any, tmp_path: Path, healthy: float) -> None:
     """Named by what leaves them where they are read as what enters them: each is one higher."""
     head = copy_of(HEAD, tmp_path / "head")

@@ -47,7 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
         action=argparse.BooleanOptionalAction,
         help="prompts are conversations (default: where the tokenizer has a template)",
     )
-    add_engine_flags(parser, "--kv-cache-dtype", "--dtype", "--device")
+    add_engine_flags(parser, "--kv-cache-dtype", "--dtype", "--device", "--tp")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from ..engine import Draft, Engine
 from ..engine.drafts.block import FOLDER_IN_TARGET
 from ..engine.text.prompts import load_tokenizer
+from ..models.language_model import LanguageModel
 from ..models.weights.checkpoint import local_folder
 from ..models.weights.model_config import config_of
 from .algorithms import BLOCK_ALGORITHMS, algorithm_of, draft_class
@@ -171,7 +172,13 @@ class Target:
             )
         self.has_template = bool(getattr(self.tokenizer, "chat_template", None))
         self.layers: tuple[int, ...] = ()  # their input states are recorded
+        if args.tp is not None and args.tp > 1 and args.kv_cache_dtype is not None:
+            raise ValueError(
+                f"--kv-cache-dtype is {args.kv_cache_dtype}, expected none with --tp {args.tp}: the change to 16 bits "
+                "needs a second engine"
+            )
         self._engines: dict[str, Engine] = {}
+        self._models: dict[str, LanguageModel] = {}
         self._texts: dict[Prompting, list[Text]] = {}
 
     def tokens(self, prompting: Prompting) -> list[list[int]]:
@@ -203,6 +210,12 @@ class Target:
             )
             self._engines[kv] = Engine(model, Recorder(self.layers), options=options)
         return self._engines[kv]
+
+    def model(self, kv: str) -> LanguageModel:
+        """Return the target of the engine with this KV dtype, with its whole LM head."""
+        if kv not in self._models:
+            self._models[kv] = self.engine(kv).core.whole_target()
+        return self._models[kv]
 
     def texts(self, prompting: Prompting) -> list[Text]:
         """Return the prompts with the target's continuations and states."""
@@ -305,7 +318,7 @@ def diagnose(
     def acceptance(draft: Draft, prompting: Prompting | None, pairing: int = 0) -> Acceptance:
         prompting = prompting or as_is
         texts = target.texts(prompting)
-        return measure(draft, target.args.speculative_num_steps, target.engine(prompting.kv).target, texts, pairing)
+        return measure(draft, target.args.speculative_num_steps, target.model(prompting.kv), texts, pairing)
 
     with progress(len(drafts) + 1) as advance:
         base, measured = None, []

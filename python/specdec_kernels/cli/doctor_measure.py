@@ -85,21 +85,12 @@ def write_texts(engine: Engine, prompts: Sequence[list[int]], max_new_tokens: in
 @torch.inference_mode()
 def record(engine: Engine, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[Text]:
     """Return the texts with the target's states. The engine must be idle: its KV rows are overwritten."""
-    target, page_size = engine.target, engine.target.pools.page_size
-    recorded = []
+    target, recorded = engine.target, []
     for prompt, tokens in zip(prompts, texts, strict=True):
-        row = torch.tensor([tokens], dtype=torch.int32, device=engine.device)
-        count = row.shape[1]
-        pages = torch.arange(-(-count // page_size), dtype=torch.int32, device=engine.device)[None]
-        positions = torch.arange(count, dtype=torch.int32, device=engine.device)[None]
-        # A recurrent state has a place for each slot of the engine.
-        table = pages.expand(engine.config.num_slots, -1).contiguous()
-        none = torch.zeros(len(table), dtype=torch.int32, device=engine.device)
-        rows = PagedBatch(slots=none[:1], page_table=table, prefix_lens=none, tail_len=count)
-        features = target.prefill(row, positions, rows).features
+        features = engine.core.features_of(tokens)
         if features is None:
             features = target.embedding.weight.new_empty(0)
-        states = features.view(count, len(target.feature_layers), target.embedding.weight.shape[1])
+        states = features.view(len(tokens), len(target.feature_layers), target.embedding.weight.shape[1])
         recorded.append(Text(prompt, tokens, states))
     return recorded
 

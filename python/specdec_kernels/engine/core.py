@@ -11,9 +11,11 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..models.backends.self_check import ModuleMismatchError
+from ..models.backends.whole_head import gathered_head, with_head
+from ..models.language_model import LanguageModel
 from ..parallel.ranks import Ranks, expect_alive, fail
 from ..status import FinishReason
 from .acceptance import AcceptanceMonitor
@@ -232,6 +234,20 @@ class EngineCore:
         """Let drafts forget what they learned from requests, for benchmarks. No request may be running."""
         with self.threads.paused(restart=True), on_stream(self.stream), self.runtime.on_all_ranks("forget"):
             forget(self.draft)
+
+    def features_of(self, tokens: list[int]) -> Tensor | None:
+        """Return what `Executor.features_of` does, on all ranks. No request may be running."""
+        call = self.runtime.on_all_ranks("features_of", tokens)
+        with self.threads.paused(restart=True), on_stream(self.stream), call:
+            return self.executor.features_of(tokens)
+
+    def whole_target(self) -> LanguageModel:
+        """Return the target with its whole LM head on this rank, for passes of drafts that other ranks do not make."""
+        if self.runtime.ranks is None:
+            return self.target
+        with self.threads.paused(), on_stream(self.stream), self.runtime.on_all_ranks("gather_head"):
+            head = gathered_head(self.target)
+        return with_head(self.target, head)
 
     def stats(self) -> EngineStats:
         """Return counts and times of rounds so far."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..models.backends.whole_head import gathered_head
 from ..models.weights.checksum import checksum
 from ..parallel import launch
 from ..parallel.ranks import Ranks, fail
@@ -95,6 +96,16 @@ class Follower(ReplayedCalls):
         executor = self._executor
         with on_stream(self._runtime.stream):
             pack_slot(executor.state, executor.target, executor.draft, slot, num_rows)
+
+    def features_of(self, tokens: list[int]) -> None:
+        """Pass a text through this rank's part of the target."""
+        with on_stream(self._runtime.stream):
+            self._executor.features_of(tokens)
+
+    def gather_head(self) -> None:
+        """Give rank 0 this rank's rows of the LM head."""
+        with on_stream(self._runtime.stream):
+            gathered_head(self._executor.target)
 
     def checksum(self) -> None:
         """Give rank 0 this rank's part of the samples of the weights."""

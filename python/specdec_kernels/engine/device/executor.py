@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...models.layers.paged_batch import PagedBatch
 from ...ops import alloc_pages, assign_pages
 from ..drafts import DraftRequest
 from ..drafts.composition import restore_slot, walk
@@ -78,6 +79,22 @@ class Executor:
         drafted = DraftRequest(request.id, tokens, request.ngram_group, inputs.prediction, rows)
         for draft in walk(self.draft):
             draft.begin(slot, drafted)
+
+    @torch.inference_mode()
+    def features_of(self, tokens: list[int]) -> Tensor | None:
+        """Return the states [T, layers * H] that enter the feature layers for a text; None: there are no such layers.
+
+        No slot may have a request: KV rows are written over.
+        """
+        device, count = self.state.seq_lens.device, len(tokens)
+        row = torch.tensor([tokens], dtype=torch.int32, device=device)
+        pages = torch.arange(-(-count // self.state.pool.page_size), dtype=torch.int32, device=device)[None]
+        positions = torch.arange(count, dtype=torch.int32, device=device)[None]
+        table = pages.expand(len(self._slots), -1).contiguous()  # a recurrent state has a place for each slot
+        none = torch.zeros(len(table), dtype=torch.int32, device=device)
+        rows = PagedBatch(slots=none[:1], page_table=table, prefix_lens=none, tail_len=count)
+        features = self.target.prefill(row, positions, rows).features
+        return None if features is None else features.view(count, -1)
 
     def _edit(self, slot: int, edit: LogitEdit | None, tokens: list[int]) -> None:
         masks = self.round.masks
