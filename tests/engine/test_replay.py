@@ -121,6 +121,16 @@ def test_rank_that_makes_a_call_long_after_another_is_named() -> None:
     )
 
 
+@pytest.mark.exhaustive
+def test_rank_waits_for_rank_0_until_that_one_watches() -> None:
+    sizes = _C.ReplaySizes(num_ranks=3, capacity=4096, depth=2, words=8)
+    memory = shared_memory(sizes)
+    first, second = (_C.ReplayChannel(memory, sizes, rank) for rank in range(2))
+    second.watch()
+    time.sleep(10)
+    assert not first.failure and not second.failure
+
+
 def test_ranks_sleep_and_wake_together_and_export_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = SamplingParams(6, ignore_eos=True)
     with replayed(monkeypatch, DRAFTS["none"], max_len=96, num_slots=2) as (engine, follower, _, close):

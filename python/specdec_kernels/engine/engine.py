@@ -229,7 +229,8 @@ class Engine:
         decode. The request ends here as cancelled, and frees its pages.
 
         Waits until the request runs, that is for its prefill and a first round. Greedy and sampled texts, with any
-        parameters, continue exactly. The other engine needs the same weights, the same KV and the same kind of draft.
+        parameters, continue exactly. The other engine needs the same weights, the same KV and the same kind of draft;
+        it may have another number of ranks.
 
         Args:
             request: a `Request` or an `AsyncRequest` of this engine.
