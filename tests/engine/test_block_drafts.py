@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from specdec_kernels.engine import (
     Union,
 )
 from specdec_kernels.engine.drafts.composition import pools_of
+from specdec_kernels.models.heads.block import DSparkHead
 from specdec_kernels.models.heads.block_config import BlockConfig, expect_architecture
 from specdec_kernels.models.layers.quantized import QuantizedLinear
 from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance, mean_accept_length
@@ -31,6 +33,7 @@ from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.shapes import shape_config
 from support.block_drafters import CASES, CLASSES, Drafter, Tree, draft_of, is_same, record, write_drafter, write_target
 from support.exhaustive import thinned
+from support.observed_rounds import wrap_launch
 from support.random_checkpoints import random_prompts
 from support.sampled_texts import distribution, expect_distribution
 from support.tiny_checkpoint import Comparison, accept_length, greedy_by_transformers
@@ -235,6 +238,47 @@ def test_drawn_texts_have_the_distribution_of_the_target(name: str, temperature:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     freedom = expect_distribution(outputs, distribution(model, prompt, params[0]))
     assert freedom > 8 and accept_length(outputs) > 1.1
+
+
+@pytest.mark.parametrize("sees_its_token", [False, True])
+def test_drawn_chains_cut_by_confidence_have_the_target_s_distribution_unless_it_sees_the_token(
+    sees_its_token: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chi-square of two tokens whose rounds verify those drafts of a batch that the confidence head rates highest."""
+    vocab, prompt = 4, [2, 1, 0, 1, 2]
+    target = write_target(tmp_path / "target", vocab_size=vocab)
+    folder = write_drafter(tmp_path / "drafter", "dspark", vocab_size=vocab, mask_token_id=vocab - 1)
+    params = [SamplingParams(4, ignore_eos=True, seed=seed, temperature=2.0) for seed in range(1000)]
+
+    def confidence(head: Any, states: torch.Tensor, roots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Depend strongly on the token before, or on the token itself."""
+        seen = tokens if sees_its_token else torch.cat([roots[:, None], tokens[:, :-1]], 1)
+        return -2.0 * (seen % 3)
+
+    monkeypatch.setattr(DSparkHead, "confidence", confidence)
+    monkeypatch.setattr(DSpark, "learn", lambda draft, committed: None)  # that it means nothing
+    draft, counts = DSpark(folder, topk=1, sampled=True), set[int]()
+    with make_engine(target, draft, adaptive=True, num_slots=50, max_len=32) as engine:
+        wrap_launch(engine, lambda launch, batch, rows, most: launch(batch, 3 * batch // 2 if rows > 0 else rows, most))
+        round: Any = engine.core.executor.round
+        commit = round.commit
+
+        def noted(drafted: Any) -> Any:
+            counts.update(drafted.shares.cu_seqlens.diff().tolist())
+            return commit(drafted)
+
+        round.commit = noted
+        outputs = engine.generate([prompt] * len(params), params)
+    assert counts >= {1, 2, 3}  # requests of one round differ
+    want = Counter[tuple[int, ...]]()
+    for text, chance in distribution(AutoModelForCausalLM.from_pretrained(target), prompt, params[0]).items():
+        want[text[1:3]] += chance  # type: ignore[assignment]
+    drafted = [replace(output, tokens=output.tokens[1:3]) for output in outputs]
+    if sees_its_token:
+        with pytest.raises(AssertionError):
+            expect_distribution(drafted, want)  # type: ignore[arg-type]
+    else:
+        assert expect_distribution(drafted, want) > 8  # type: ignore[arg-type]
 
 
 def synthetic() -> tuple[Any, SyntheticText]:

@@ -22,6 +22,7 @@ from .device.graphs import RoundSize, default_batch_sizes
 from .device.kv_buckets import kv_bounds
 from .device.round import most_nodes
 from .drafts import AttentionCall, Draft, Needs
+from .drafts.base import has_equal_shares
 from .options import RING_DEPTH, EngineOptions
 from .params import MAX_LOGPROBS
 
@@ -217,7 +218,7 @@ class EngineConfig:
         if states and prefix_cache:
             num_snapshots = options.num_slots if options.num_snapshots is None else options.num_snapshots
         num_pages = num_pages_of(options, machine, pages, max_len, reserve)
-        adaptive = is_adaptive(options, draft, captures, on_cuda)
+        adaptive, equal = is_adaptive(options, draft, captures, on_cuda), has_equal_shares(draft, needs)
         largest = options.num_slots
         config = cls(
             machine=machine,
@@ -237,7 +238,7 @@ class EngineConfig:
             captures=captures,
             batch_sizes=(largest,),
             measured_sizes=(largest,),
-            rows=(budget_levels(largest, needs.num_nodes, adaptive, draft.sampled),),
+            rows=(budget_levels(largest, needs.num_nodes, adaptive, equal),),
             plain_rounds=not options.batch_invariant,
             max_idle_rounds=needs.max_idle_rounds if adaptive and needs.num_nodes > 1 else 0,
             round_sizes=(),
@@ -262,7 +263,7 @@ class EngineConfig:
             batch_sizes=batch_sizes,
             # A CPU runs all batch sizes, and timing all of them would take long.
             measured_sizes=batch_sizes if on_cuda else tuple(sorted({batch_sizes[0], largest})),
-            rows=tuple(budget_levels(batch, needs.num_nodes, adaptive, draft.sampled) for batch in batch_sizes),
+            rows=tuple(budget_levels(batch, needs.num_nodes, adaptive, equal) for batch in batch_sizes),
         )
         return replace(config, round_sizes=round_sizes_of(config, share, draft)) if captures else config
 
@@ -376,7 +377,7 @@ def kv_bounds_of(config: EngineConfig, model: Any, draft: Draft, batch: int, num
         calls,
         batch,
         num_rows,
-        most_nodes(batch, num_rows, config.needs, equal=draft.sampled),
+        most_nodes(batch, num_rows, config.needs, equal=has_equal_shares(draft, config.needs)),
         longest,
         config.machine.gpu,
         page_size=config.page_size,

@@ -27,6 +27,7 @@ from ...ops import (
     verify_tree,
 )
 from ..drafts import Committed, Draft, DraftBudget, DrawnFrom, Needs, Proposal, ScoredTree
+from ..drafts.base import has_equal_shares
 from ..drafts.composition import catch_up
 from ..drafts.proposal import propose, scored_tree_of
 from .grammar_masks import TreeMasks
@@ -72,7 +73,7 @@ def most_nodes(batch: int, num_rows: int, needs: Needs, equal: bool = False) -> 
     """Return the most nodes to draft for one request of a round with `num_rows` rows in all.
 
     For a single request these are more than the round verifies: the nodes left out show what a larger round would gain.
-    `equal`: all requests have the same number, as where drafts are drawn and scores do not choose nodes.
+    `equal`: all requests have the same number, as where drawn tokens would choose nodes.
     """
     if equal:
         return num_rows // batch
@@ -99,6 +100,7 @@ class Round:
         """Take the draft's `needs`, and for each batch size the rows that its rounds may verify in all, increasing."""
         self.target, self.draft, self.state, self.rings = target, draft, state, rings
         self.reserve, self.needs, self.accept_width = reserve, needs, needs.accept_width
+        self.equal_shares = has_equal_shares(draft, needs)
         self.masks = masks  # None: no request has a grammar
         self._drafted: Drafted | None = None
         # For each batch size, the most nodes of a request at each budget level.
@@ -158,7 +160,7 @@ class Round:
         assert drafted is not None
         result = self.commit(drafted)
         _, level_limits = self._levels.get(batch, (None, None))
-        by_scores = level_limits is not None and not self.draft.sampled and num_rows != _C.FIRST_ROUND
+        by_scores = level_limits is not None and not self.equal_shares and num_rows != _C.FIRST_ROUND
         rings.publish_results(
             result.accepted,
             result.num_nodes,
@@ -174,7 +176,7 @@ class Round:
         """Return the most nodes to draft for one request of a round."""
         if num_rows == _C.FIRST_ROUND:
             return 1
-        return most_nodes(batch, num_rows, self.needs, equal=self.draft.sampled)
+        return most_nodes(batch, num_rows, self.needs, equal=self.equal_shares)
 
     def run_target(self, slots: Tensor, num_rows: int, max_kv_len: int | None = None) -> Drafted:
         """Draft for slots [B], and run the target over the trees; no device value is read on the host.

@@ -140,3 +140,8 @@ class Draft:
 
     def release(self, slot: int) -> None:
         """Forget the slot's request, which is gone."""
+
+
+def has_equal_shares(draft: Draft, needs: Needs) -> bool:
+    """Return whether all requests get the same number of nodes: no drawn token may decide whether it is verified."""
+    return draft.sampled and not needs.scored_before_draw

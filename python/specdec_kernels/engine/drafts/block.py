@@ -18,16 +18,16 @@ from ...models.families import kv_numbers
 from ...models.heads.block import BlockHead, DFlash2Head, DFlashHead, DSparkHead
 from ...models.heads.block_config import BlockConfig
 from ...models.heads.checkpoint import HeadCheckpoint
-from ...models.heads.loading import config_of_head, load_head
+from ...models.heads.loading import config_of_head, has_confidence, load_head
 from ...models.weights.checkpoint import local_folder
 from ...models.weights.model_config import model_name
-from ...ops import TopK, draft_extend_inputs, expand_trellis, make_calibration, sample_draft, select_topk
+from ...ops import Candidates, TopK, draft_extend_inputs, expand_trellis, make_calibration, sample_draft, select_topk
 from .base import DraftBudget
 from .calibrated import CalibratedDraft
 from .context import DraftContext, PrefillRows
 from .model import SEED_OF_ROUND, check_storage, storage_of
 from .needs import AttentionCall, Needs
-from .proposal import Committed, DrawnFrom, Proposal, makes_valid_trees, no_candidates
+from .proposal import Committed, DrawnFrom, Proposal, ScoredTree, makes_valid_trees, no_candidates
 
 MOST_DEPTH = 16  # of `expand_trellis`
 DEFAULT_NUM_NODES = 32  # of a tree
@@ -132,6 +132,7 @@ class BlockDraft(CalibratedDraft):
             kv_windows=tuple(dict.fromkeys(block.windows)),
             attention=(attention._replace(in_8_bits=self.kv_dtype is not None),),
             lookahead=0,
+            scored_before_draw=self.sampled and has_confidence(self.kind, self.source),
         )
 
     def open(self, context: DraftContext) -> None:
@@ -140,7 +141,8 @@ class BlockDraft(CalibratedDraft):
         self.module: BlockHead = load_head(self.kind, self.source, context.target, **sizes, storage=storage)
         self._depth = self.depth_of(self.module.block)
         like, num_nodes = self.state.seq_lens, self.needs(context.target.config).num_nodes
-        self.calibration = None if self.sampled else make_calibration(self._depth, like=like)
+        is_scored = self.module.has_confidence or not self.sampled
+        self.calibration = make_calibration(self._depth, like=like) if is_scored else None
         rows = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=context.device)  # node i is drawn from row i-1
         self._draft_rows = rows.where(rows < self._depth, -1).repeat(context.num_slots, 1)
         # What is the same in every round is not computed there.
@@ -182,13 +184,14 @@ class BlockDraft(CalibratedDraft):
             calibration=None if by_confidence else self.calibration_table,
             width=self.topk or 256,
         )
-        if by_confidence:  # the same chain, with scores of the head that estimates its acceptance
-            tokens = candidates.tokens[:, :depth].contiguous()
-            sure = module.confidence(states, roots, tokens)[..., None]
-            candidates = expand_trellis(
-                tokens[..., None], sure, budget.num_nodes - 1, calibration=self.calibration_table
-            )
+        if by_confidence:  # the same chain, with other scores
+            candidates = self._scored_chain(candidates.tokens[:, :depth].contiguous(), states, roots, budget.num_nodes)
         return Proposal(candidates)
+
+    def _scored_chain(self, tokens: Tensor, states: Tensor, roots: Tensor, num_nodes: int) -> Candidates:
+        """Return the chain [B, D] with scores of the confidence head, each of the tokens before its own."""
+        sure = self.module.confidence(states, roots, tokens)[..., None]
+        return expand_trellis(tokens[..., None], sure, num_nodes - 1, calibration=self.calibration_table)
 
     def _chain(self, slots: Tensor, roots: Tensor, states: Tensor, logits: Tensor, num_nodes: int) -> Proposal:
         """Choose or draw the tokens of a chain one after another, each after the one before it."""
@@ -205,7 +208,10 @@ class BlockDraft(CalibratedDraft):
             chosen.append(choose(scored, slots, step + 1))
             before = chosen[-1].ids[:, 0]
         ids, logprobs = (torch.stack(parts, 1) for parts in zip(*chosen, strict=True))
-        candidates = expand_trellis(ids, logprobs, num_nodes - 1, calibration=self.calibration_table)
+        if module.has_confidence:
+            candidates = self._scored_chain(ids[..., 0].contiguous(), states, roots, num_nodes)
+        else:
+            candidates = expand_trellis(ids, logprobs, num_nodes - 1, calibration=self.calibration_table)
         if not self.sampled:
             return Proposal(candidates)
         rows = self._draft_rows[: len(slots), :num_nodes].contiguous()
@@ -231,9 +237,16 @@ class BlockDraft(CalibratedDraft):
         )
         return drawn
 
+    @staticmethod
+    def _verified(committed: Committed) -> Committed:
+        """Leave out the nodes that were not verified: a drawn token that the target draws too is no accepted one."""
+        tree, scores = committed.tree
+        num_nodes = torch.minimum(tree.num_nodes, committed.cu_seqlens.diff().to(torch.int32))
+        return committed._replace(tree=ScoredTree(tree._replace(num_nodes=num_nodes), scores))
+
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         assert features is not None
-        self.learn(committed)
+        self.learn(self._verified(committed) if self.sampled else committed)
         lens = self.state.prefix_lens
         extend = draft_extend_inputs(
             committed.accepted.tokens,

@@ -60,6 +60,8 @@ class Needs:
         num_steps: levels of its deepest tree, where each level is a forward pass of a model: rounds with few rows for
             each request ask for trees of at most as many levels. 0: depth costs nothing.
         lookahead: row i of its own pools depends on tokens 0 to i + lookahead.
+        scored_before_draw: of a `sampled` draft, whether a drawn node's score depends on the tokens before it alone,
+            and not on its own. Then rounds may cut chains by their scores; else all requests have as many nodes.
     """
 
     num_nodes: int
@@ -73,3 +75,4 @@ class Needs:
     max_idle_rounds: int = 0
     num_steps: int = 0
     lookahead: int = 1
+    scored_before_draw: bool = False

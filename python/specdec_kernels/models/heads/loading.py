@@ -54,6 +54,13 @@ def own_vocabulary(kind: type[H], head: str | Path | HeadCheckpoint | H) -> bool
     return head.id_map is not None if isinstance(head, DraftHead) else "d2t" in open_checkpoint(kind, head).names
 
 
+def has_confidence(kind: type[H], head: str | Path | HeadCheckpoint | H) -> bool:
+    """Return whether a block drafter estimates the acceptance of its tokens."""
+    if isinstance(head, DraftHead):
+        return getattr(head, "confidence_head", None) is not None
+    return any(name.startswith("confidence_head.") for name in open_checkpoint(kind, head).names)
+
+
 def frequent_tokens(file: str | Path, vocab: int, name: str) -> list[int]:
     """Return the token ids, in increasing order, of a file that FR-Spec publishes (arXiv 2502.14856).
 
