@@ -29,6 +29,7 @@ UNNORMED = {"ernie"}
 VLLM_ALONE: dict[str, dict[str, Any]] = {
     "ernie": {"passes_normed_state": False},
     "deepseek_v3": {"zeroes_first_embedding": True},
+    "hy_v3": {"zeroes_first_embedding": True},
     "glm4_moe_lite": {"passes_normed_state": False, "zeroes_first_embedding": True},
 }
 

@@ -182,6 +182,17 @@ def latent(num_experts: int) -> Iterator[Shapes]:
     yield gated_mlp(f"{layer}.mlp.shared_experts")
 
 
+def hunyuan(num_experts: int) -> Iterator[Shapes]:
+    layer = "model.layers.2"
+    yield vectors(*(f"{layer}.{name}" for name in ("enorm", "hnorm", "final_layernorm")))
+    yield vectors(f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
+    yield {f"{layer}.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}
+    yield attention(f"{layer}.self_attn", head_norms=True)
+    yield {f"{layer}.mlp.router.gate.weight": (num_experts, HIDDEN), f"{layer}.mlp.expert_bias": (num_experts,)}
+    yield from (gated_mlp(f"{layer}.mlp.experts.{expert}") for expert in range(num_experts))
+    yield gated_mlp(f"{layer}.mlp.shared_mlp")
+
+
 def joined(shapes: Iterator[Shapes]) -> Shapes:
     return {name: shape for each in shapes for name, shape in each.items()}
 
@@ -246,5 +257,15 @@ GOLDEN: dict[str, GoldenMtp] = {
             "mlp_layer_types": ["dense", "sparse"], "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
         },
         joined(latent(4)),
+    ),
+    "hy_v3": GoldenMtp(
+        "hy_v3",
+        {
+            "num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "moe_intermediate_size": WIDTH,
+            "expert_hidden_dim": WIDTH, "router_scaling_factor": 1.5, "route_norm": True, "qk_norm": True,
+            "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True, "first_k_dense_replace": 1,
+            "mlp_layer_types": ["dense", "sparse"], "num_nextn_predict_layers": 1,
+        },
+        joined(hunyuan(4)),
     ),
 }  # fmt: skip

@@ -61,6 +61,7 @@ CASES = {
     "glm4_moe": Case("glm4_moe", LAYER, NEXTN, COPIES, {"partial_rotary_factor": 0.5}),
     "deepseek_v3": Case("deepseek_v3", LAYER, NEXTN, COPIES, LATENT | {"rope_parameters": YARN}),
     "glm4_moe_lite": Case("glm4_moe_lite", LAYER, NEXTN, COPIES, LATENT | {"n_group": 1, "topk_group": 1}),
+    "hy_v3": Case("hy_v3", LAYER | {"post_norm": f"{NEXTN}final_layernorm"}, NEXTN),
     "mimo": Case(
         "mimo",
         {"enorm": f"{MIMO}token_layernorm", "hnorm": f"{MIMO}hidden_layernorm", "eh_proj": f"{MIMO}input_proj"}

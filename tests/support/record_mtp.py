@@ -35,7 +35,7 @@ class PlainAttention(nn.Module):
         self.keys = torch.empty(self.kv_heads, 0, head_dim)
         self.values = torch.empty(self.kv_heads, 0, head_dim)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, output_shape: Any = None) -> Tensor:
         rows = len(query)
         q, k, v = (x.view(rows, -1, self.head_dim).transpose(0, 1) for x in (query, key, value))
         self.keys, self.values = torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
@@ -55,6 +55,7 @@ MODULES = {  # of vLLM's models: the file and the class of an MTP layer
     "glm4_moe_lite": ("glm4_moe_lite_mtp", "Glm4MoeLiteMTP"),
     "mimo": ("mimo_mtp", "MiMoMTP"),
     "ernie": ("ernie_mtp", "ErnieMTP"),
+    "hy_v3": ("hy_v3_mtp", "HYV3MTP"),
 }
 
 
@@ -114,7 +115,7 @@ def plain_experts(
 def model_of(name: str, case: GoldenMtp, vllm_config: Any) -> tuple[Any, Any]:
     """Return vLLM's model with the checkpoint's tensors, and the target's final norm."""
     from transformers import AutoConfig, Qwen2Config
-    from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, RotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -128,6 +129,7 @@ def model_of(name: str, case: GoldenMtp, vllm_config: Any) -> tuple[Any, Any]:
     vllm_config.model_config = model_config
     vllm_config.speculative_config = SimpleNamespace(draft_model_config=model_config, target_model_config=None)
     vllm_config.compilation_config.static_forward_context.clear()  # of the model before
+    _ROPE_DICT.clear()  # the same, which ERNIE's has changed
     file, kind = MODULES[name]
     model = getattr(import_module(f"vllm.model_executor.models.{file}"), kind)(vllm_config=vllm_config)
     tensors = case.tensors

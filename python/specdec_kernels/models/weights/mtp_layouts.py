@@ -102,6 +102,10 @@ class MtpLayout:
         wanted = {f"{self.prefix_of(num_layers)}{module}.weight" for module in modules}
         return len(wanted.intersection(names)) >= 2
 
+    def has_final_norm(self, names: Iterable[str], num_layers: int) -> bool:
+        """Return whether a checkpoint has the norm before the LM head, by which layouts of the same prefix differ."""
+        return f"{self.prefix_of(num_layers)}{self.final_norm}.weight" in names
+
     def layers(self, names: Iterable[str], num_layers: int) -> list[int]:
         """Return the indices of MTP layers, increasing."""
         indices = {int(match[1]) for name in names if (match := re.match(self.index, name))}
@@ -127,6 +131,9 @@ NEXTN = MtpLayout(
     lm_head="shared_head.head",
     has_chains=True,
 )
+
+# Hunyuan 3 (HY3), whose layer shares the target's embedding and LM head.
+HY_V3 = replace(NEXTN, final_norm="final_layernorm", embedding=None, lm_head=None, has_chains=False)
 
 MIMO = MtpLayout(
     prefix="model.mtp_layers.",
@@ -176,7 +183,7 @@ NEMOTRON = MtpLayout(
     has_layers=True,
 )
 
-LAYOUTS = (NEXTN, MIMO, ERNIE, QWEN, NEMOTRON)
+LAYOUTS = (NEXTN, HY_V3, MIMO, ERNIE, QWEN, NEMOTRON)
 
 # Names of tensors in MTP layers that are not computed here, by what they show.
 OTHERS = {
@@ -191,7 +198,8 @@ OTHERS = {
 def layout_of(names: Iterable[str], num_layers: int) -> MtpLayout | None:
     """Return the layout of a checkpoint's MTP layer, by its tensors' names; None: it has no layer that we know."""
     names = set(names)
-    return next((layout for layout in LAYOUTS if layout.fits(names, num_layers)), None)
+    fitting = [layout for layout in LAYOUTS if layout.fits(names, num_layers)]
+    return max(fitting, key=lambda layout: layout.has_final_norm(names, num_layers), default=None)
 
 
 def mtp_prefixes(names: Iterable[str], num_layers: int) -> tuple[str, ...]:
