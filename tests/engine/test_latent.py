@@ -95,6 +95,17 @@ def test_eagle3_trees_read_the_states_that_enter_layers(case: str, device: torch
     assert len(comparison.near_ties) <= 1
 
 
+def test_features_of_half_layers_are_refused(device: torch.device) -> None:
+    """A layer of LongCat-Flash counts twice in its config; states are known before and after whole layers."""
+    module, draft = (
+        latent_module("longcat_flash", **WIDE),
+        Eagle3(tiny_model("eagle3")),
+    )
+    with pytest.raises(ValueError) as error:
+        make_engine(module, draft, device)
+    assert str(error.value) == "model feature_layers=(1, 2, 3), expected 0 to 2 (layers of longcat_flash)"
+
+
 @pytest.mark.parametrize("case", ["minicpm3", *exhaustive("deepseek_v2 lite", "kimi_linear")])
 def test_requests_of_all_kinds_end_as_they_do_alone(case: str, device: torch.device) -> None:
     """Through a pool that is too small for them, with cached prefixes, by rounds of any size."""

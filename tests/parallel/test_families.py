@@ -23,7 +23,7 @@ from support.thread_reduction import ThreadReduction
 
 REFUSED = (
     "codegen", "falcon", "falcon groups", "falcon one norm", "falcon serial", "stablelm normed", "zamba2",
-    "zamba2 adapters",
+    "zamba2 adapters", "longcat_flash",
 )  # fmt: skip
 FEW_GROUPS = ("bamba", "falcon_h1 normed", "granitemoehybrid", "nemotron_h", "qwen3_")  # refused by four ranks
 
@@ -99,7 +99,7 @@ def test_rows_of_a_divided_head_are_those_of_the_whole() -> None:
     assert all(torch.equal(rows, weight[order].T) for rows in reduction.run(picked))
 
 
-@pytest.mark.parametrize("case", REFUSED[:1] + REFUSED[5:7])
+@pytest.mark.parametrize("case", REFUSED[:1] + REFUSED[5:7] + REFUSED[-1:])
 def test_families_that_are_not_divided_are_refused_by_name(case: str) -> None:
     with pytest.raises(ValueError, match="is not divided among ranks"):
         CausalLM(module_of(case), options(shard=Shard(0, 2), reduction=ThreadReduction(2)))

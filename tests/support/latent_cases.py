@@ -39,6 +39,7 @@ LATENT: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("minicpm3", {"scale_emb": 3.0, "dim_model_base": 32, "v_head_dim": None}),
     "youtu": ("youtu", {}),
     "axk1": ("axk1", EXPERTS),
+    "longcat_flash": ("longcat_flash", EXPERTS | {"num_hidden_layers": 4, "num_layers": 2, "zero_expert_num": 4}),
     "kimi_linear": (
         "kimi_linear",
         EXPERTS | {

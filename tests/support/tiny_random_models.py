@@ -278,6 +278,7 @@ NATIVE = {"hidden_size": 256, "head_dim": 64}
 ROWS = {"qk_rope_head_dim": 16, "head_dim": 16}  # of `mla_tree_attention`
 NATIVE_OF = {  # and of these types
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "minicpm3", "youtu"), ROWS),
+    "longcat_flash": ROWS | {"qk_head_dim": 32},
     "bamba": {"mamba_n_heads": 32},
     "granitemoehybrid": {"mamba_n_heads": 32},
     "zamba2": {"mamba_headdim": 64, "attention_hidden_size": 512, "attention_head_dim": 128, "head_dim": 128},

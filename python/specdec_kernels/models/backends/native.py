@@ -100,6 +100,11 @@ class CausalLM(PagedModel):
         self.max_len = options.max_len
         self.decoder = read_decoder(family, self.model, options)
         self.feature_layers = tuple(options.feature_layers)
+        if any(layer > len(self.decoder.layers) for layer in self.feature_layers):
+            raise ValueError(
+                f"{options.name} feature_layers={self.feature_layers}, expected 0 to {len(self.decoder.layers)} "
+                f"(layers of {self._config.model_type})"
+            )
         self._kept_layers = sorted(set(options.feature_layers))
         layouts, states = kv_layouts_of(self._mixers), state_specs_of(self._mixers)
         if states != family.state_specs(options.dtype):
@@ -206,8 +211,7 @@ class CausalLM(PagedModel):
                 out = torch.empty_like(state) if is_kept else None
                 all_hidden = norm.add_norm(*layer(normed, state, positions, batch, residual_out=out))[0]
             else:
-                for mixer in layer.mixers:
-                    mixer.write_cache(normed, positions, batch)
+                layer.write_cache(normed, state, positions, batch)
             if last is not None:
                 normed, state = layer.enter(*of_last)
                 hidden = norm.add_norm(*layer(normed, state, last.positions, last.batch))[0]

@@ -62,6 +62,7 @@ from .kimi_linear import KimiLinear
 from .lfm2 import Lfm2
 from .lfm2_moe import Lfm2Moe
 from .llama import Llama
+from .longcat_flash import LongcatFlash
 from .mellum import Mellum
 from .mimo import MiMo
 from .minicpm3 import MiniCPM3
@@ -147,6 +148,7 @@ __all__ = [
     "Lfm2",
     "Lfm2Moe",
     "Llama",
+    "LongcatFlash",
     "Mellum",
     "MiMo",
     "MiniCPM3",

@@ -441,8 +441,7 @@ class DraftHead(nn.Module):
         layers = self._parts.layers[: self._last_mixer + 1]
         for before, layer in pairwise(layers):
             normed, state = layer.enter(*before(normed, state, positions, batch))
-        for mixer in layers[-1].mixers:
-            mixer.write_cache(normed, positions, batch)
+        layers[-1].write_cache(normed, state, positions, batch)
 
     @property
     def _last_mixer(self) -> int:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .mixer import Mixer
 from .mlp import MLP, FeedForward, GatedMLP
 from .norm import Norm, PostNorm, RMSNormQuant, Scale, post_normed
-from .outputs import LayerOutput, PartialSum, added
+from .outputs import LayerOutput, PartialSum, added, combined
 from .paged_batch import PagedBatch
 
 
@@ -57,6 +58,11 @@ class Layer:
         """
         assert self.input_norm is not None
         return self.input_norm.add_norm(x, residual)
+
+    def write_cache(self, normed: Tensor, residual: Tensor, positions: Tensor, batch: PagedBatch) -> None:
+        """Update the caches of the mixers, without the layer's output; `residual` stays as it is."""
+        for mixer in self.mixers:
+            mixer.write_cache(normed, positions, batch)
 
     def __call__(
         self,
@@ -156,6 +162,50 @@ class TwoMixerLayer(Layer):
         assert self.pre_feed_forward_norm is not None
         normed, residual = self.pre_feed_forward_norm.add_norm(added(*outputs), residual, residual_out)
         return self.feed_forward_and_norm(normed, residual)
+
+
+@dataclass
+class ShortcutLayer(Layer):
+    """Two layers, and experts that read what the first one's MLP reads, as in LongCat-Flash.
+
+    The experts' output is added after the second layer.
+    """
+
+    second: Layer = field(kw_only=True)
+    experts: FeedForward = field(kw_only=True)
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return self.mixer, self.second.mixer
+
+    def write_cache(self, normed: Tensor, residual: Tensor, positions: Tensor, batch: PagedBatch) -> None:
+        middle, residual = self.attend(normed, residual, positions, batch, torch.empty_like(residual))
+        normed, _ = self.second.enter(*self.feed_forward(middle, residual))
+        self.second.mixer.write_cache(normed, positions, batch)
+
+    def attend(
+        self, normed: Tensor, residual: Tensor, positions: Tensor, batch: PagedBatch, residual_out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the first MLP and the experts read, and the residual stream."""
+        assert self.pre_feed_forward_norm is not None
+        mixed = self.mixer(normed, positions, batch)
+        return self.pre_feed_forward_norm.add_norm(self.mixer.out(mixed), residual, residual_out)
+
+    def __call__(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        *,
+        residual_out: Tensor | None = None,
+        only: Tensor | None = None,
+    ) -> tuple[LayerOutput, Tensor | None]:
+        middle, residual = self.attend(normed, residual, positions, batch, residual_out)
+        shortcut = combined(self.experts(middle, None)[0])
+        normed, residual = self.second.enter(*self.feed_forward(middle, residual))
+        x, rest = self.second(normed, residual, positions, batch, only=only)
+        return combined(x) + (shortcut if only is None else shortcut[only]), rest
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

@@ -451,3 +451,29 @@ class MoE(FeedForward):
             shared = self.shared.output(normed)
             out = out + (shared if self.shared_gate is None else self.shared_gate(normed).sigmoid() * shared)
         return out
+
+
+@dataclass(frozen=True)
+class ZeroExpertMoE(FeedForward):
+    """Routed experts, and others that return their input.
+
+    Experts are the top-k of a softmax plus a correction bias; routing weights are the softmax alone. Source:
+    LongCat-Flash (arXiv 2509.01322), section 2.1, on zero-computation experts.
+    """
+
+    weight: Tensor  # [experts and zero experts, H], multiplied in float32
+    e_score_correction_bias: Tensor  # [experts and zero experts] float32
+    top_k: int
+    routed_scaling_factor: float
+    experts: Experts
+    num_experts: int
+
+    def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
+        scores = functional.linear(normed.float(), self.weight.float()).softmax(-1)
+        chosen = (scores + self.e_score_correction_bias).topk(self.top_k).indices
+        weights = scores.gather(1, chosen) * self.routed_scaling_factor
+        is_zero = chosen >= self.num_experts
+        # Shapes do not depend on the choice: a zero expert's place goes to some expert, with weight 0.
+        routing = routing_of(chosen % self.num_experts, weights.masked_fill(is_zero, 0), self.num_experts)
+        own = (weights * is_zero).sum(-1, keepdim=True)
+        return self.experts(normed, routing) + (own * normed).to(normed.dtype), residual
