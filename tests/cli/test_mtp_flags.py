@@ -115,6 +115,16 @@ def test_flags_make_the_draft(capsys: Capture) -> None:
     assert capsys.readouterr().err == f"specdec doctor: {message}\n"
 
 
+@pytest.mark.parametrize("name", ["DFLASH", "DFLASH2", "DSPARK", "JETSPEC"])
+def test_flags_make_unions_of_block_drafters_and_the_index(name: str) -> None:
+    parser = ArgumentParser()
+    speculative_flags.add_arguments(parser)
+    args = parser.parse_args(["--speculative-algorithm", f"{name}+ngram", "--speculative-num-draft-tokens", "24"])
+    both = speculative_flags.draft_of(args, args.speculative_algorithm, "folder", topk=8)
+    assert both is not None and type(both.members[0]).__name__.upper() == name
+    assert both.members == (type(both.members[0])("folder", num_nodes=24), Ngram(num_nodes=24, corpus=[]))
+
+
 def test_target_s_own_dspark_needs_no_path_and_uno_is_refused(capsys: Capture) -> None:
     parser = ArgumentParser()
     speculative_flags.add_arguments(parser)

@@ -310,6 +310,22 @@ def test_synthetic_drafter_has_the_published_acceptance_and_its_tree_more(
     assert chain + 0.5 < small < large - 0.3
 
 
+def test_union_with_the_index_accepts_what_each_alone_accepts_on_a_repetitive_text(tmp_path: Path) -> None:
+    target, text = synthetic()
+    made = synthetic_block(target, text, PublishedAcceptance("chat", "dspark"), "dspark", num_layers=4, rank=32)
+    folder, params = save_block_drafter(*made, tmp_path / "dspark"), replace(GREEDY, max_new_tokens=90)
+    prompt = text.tokens(3, 90)  # the text repeats itself after 128 tokens
+    lengths = []
+    drafts = DSpark(folder, num_nodes=16), Ngram(num_nodes=16)
+    for draft in (*drafts, Union(DSpark(folder, num_nodes=16), Ngram(num_nodes=16), num_nodes=32)):
+        with make_engine(target, draft, max_len=256, num_slots=1, prefill_chunk=512) as engine:
+            [output] = engine.generate([prompt], params)
+        assert output.tokens == text.tokens(93, 90)
+        lengths.append(output.stats.accept_length)
+    block, index, both = lengths
+    assert both >= max(block, index) > 1.5 and both > block + 0.3
+
+
 def test_synthetic_drafter_refuses_by_name() -> None:
     target, text = synthetic()
     acceptance = EvenAcceptance(3.0)

@@ -11,6 +11,7 @@ import torch
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, SamplingParams
 from specdec_kernels.models.weights.checkpoint import load_tensors
+from support.block_drafters import draft_of, write_drafter, write_target
 from support.changed_weights import changed
 from support.hybrid_cases import hybrid_module
 from support.hybrid_servers import write_hybrid_with_mtp
@@ -51,6 +52,23 @@ def texts(folder: Path, draft: Draft | None, **options: Any) -> list[list[int]]:
     with Engine(folder, draft, **SIZES | options) as engine:
         outputs = engine.generate(PROMPTS, [*params, params[0]])
     return [output.tokens for output in outputs]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dspark", {}),
+        ("dspark", {"topk": 1}),
+        ("dspark", {"topk": 1, "sampled": True}),
+        ("dspark", {"draft_weights": "fp8-head"}),
+    ],
+)
+def test_ranks_say_what_one_process_says_with_block_drafters(name: str, options: Any, tmp_path: Path) -> None:
+    """The drafter is whole on each rank, and drafts with the target's divided LM head."""
+    folder, drafter = write_target(tmp_path / "target"), write_drafter(tmp_path / "drafter", name)
+    want = texts(folder, draft_of(name, drafter, **options), adaptive=False)
+    assert texts(folder, draft_of(name, drafter, **options), adaptive=False, tp=2) == want
 
 
 @pytest.mark.exhaustive

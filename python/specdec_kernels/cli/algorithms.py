@@ -18,7 +18,8 @@ STEP_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
 CHECKPOINT_ALGORITHMS = (*STEP_ALGORITHMS, *BLOCK_ALGORITHMS)  # a checkpoint of its own drafts
 MODEL_ALGORITHMS = (*STEP_ALGORITHMS, "MTP")  # a model drafts, in steps
 IN_TARGET = ("MTP", "DSPARK")  # a target's checkpoint may have the draft in it
-ALGORITHMS = ("NONE", "NGRAM", *MODEL_ALGORITHMS, *BLOCK_ALGORITHMS, "EAGLE3+NGRAM", "MTP+NGRAM", "DSPARK+NGRAM")
+UNIONS = tuple(f"{name}+NGRAM" for name in ("EAGLE3", "MTP", *BLOCK_ALGORITHMS))
+ALGORITHMS = ("NONE", "NGRAM", *MODEL_ALGORITHMS, *BLOCK_ALGORITHMS, *UNIONS)
 ALIASES = {"NEXTN": "MTP"}  # SGLang's name
 REFUSED = {
     "UNO": "it drafts by a forward pass of the target with a LoRA on the draft's rows alone, and here adapters are "

@@ -43,7 +43,7 @@ from .models import BRANCH, NOISE, SyntheticText, init_successors
 from .shapes import draft_vocab_of
 
 # More share a state's length, which the final norm fixes: their logits are lower, and closer to those of other tokens.
-MOST_CANDIDATES = 8
+SHARED_CANDIDATES = 8
 
 
 def mtp_text_length(config: Any) -> int:
@@ -99,7 +99,7 @@ def draft_states(head: Tensor, text: SyntheticText, acceptance: Acceptance) -> T
     """
     count, hidden = len(text.order), head.shape[1]
     with torch.device("cpu"):  # same random numbers for every device
-        logits = acceptance.logits(count, MOST_CANDIDATES).to(head.device, torch.float64)
+        logits = acceptance.logits(count, SHARED_CANDIDATES).to(head.device, torch.float64)
     ahead = (torch.arange(count)[:, None] + torch.arange(1, logits.shape[1] + 1)) % count
     rows = head[text.order[ahead].to(head.device)].double()  # [N, K, H]
     gram = rows @ rows.mT
