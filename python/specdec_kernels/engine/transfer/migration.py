@@ -55,6 +55,12 @@ class ExportedRequest:
     tensors: dict[str, Tensor]
     values: dict[str, Any]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle tensors of 8-bit floats as bytes: torch loads none that plain pickle wrote."""
+        dtypes = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.itemsize == 1}
+        as_bytes = {name: self.tensors[name].view(torch.uint8) for name in dtypes}
+        return unpickled, ({**self.tensors, **as_bytes}, dtypes, self.values)
+
     @property
     def num_bytes(self) -> int:
         """Return the size of the tensors in bytes."""
@@ -81,6 +87,14 @@ class ExportedRequest:
         if not isinstance(values, dict):
             raise ValueError(f"ExportedRequest: {file} has no request in its metadata, expected one (of `save`)")
         return cls(tensors, values)
+
+
+def unpickled(
+    tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], values: dict[str, Any]
+) -> ExportedRequest:
+    """Return a request from what `ExportedRequest.__reduce__` wrote; `dtypes` are those of tensors written as bytes."""
+    viewed = {name: tensor.view(dtypes[name]) if name in dtypes else tensor for name, tensor in tensors.items()}
+    return ExportedRequest(viewed, values)
 
 
 @dataclass(frozen=True)
