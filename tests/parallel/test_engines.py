@@ -62,6 +62,9 @@ def texts(folder: Path, draft: Draft | None, **options: Any) -> list[list[int]]:
         ("dspark", {"topk": 1}),
         ("dspark", {"topk": 1, "sampled": True}),
         ("dspark", {"draft_weights": "fp8-head"}),
+        ("dflash2", {}),
+        ("dflash window", {}),
+        ("dspark rnn", {}),
     ],
 )
 def test_ranks_say_what_one_process_says_with_block_drafters(name: str, options: Any, tmp_path: Path) -> None:
