@@ -185,6 +185,7 @@ class Setup:
     draft_weights: str | None = None  # how the draft's are, "fp8" or "fp8-head"; None: in dtype
     implementation: str = "native"  # backend of the target
     cuda_graph: bool = True
+    custom_all_reduce: bool = False
     profile: bool = False  # also time the kernels of a round by name
     place: Place | None = None  # of this process among the ranks; None: it is alone
 
@@ -242,6 +243,7 @@ class Setup:
             **({} if self.implementation == "native" else {"implementation": self.implementation}),
             **({} if self.cuda_graph else {"cuda_graph": False}),
             **({} if self.place is None else {"tp": self.place.size}),
+            **({"custom_all_reduce": True} if self.custom_all_reduce else {}),
         }
 
 
@@ -383,6 +385,7 @@ class Bench:
             device=setup.device,
             dtype=setup.dtype,
             tp=setup.shard.size,
+            custom_all_reduce=setup.custom_all_reduce,
         )
         if setup.drafting.block_size or setup.draft_weights is not None:
             self.draft = self.engine.draft.loaded  # as it is stored

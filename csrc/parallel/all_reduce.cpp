@@ -46,8 +46,8 @@ void all_reduce_add_rms_norm(CallStream stream, const TensorView& x, const Tenso
   const ExchangeParams exchange = check_exchange(check, x, buffers, state, rank, capacity, timeout, T, H, S);
   check.tensor("weight", weight, {H}, exchange.dtype);
   const float epsilon = check.factor("eps", eps);
-  check.tensor("residual", residual, {T, H}, exchange.dtype);
-  check.output("out[1]", out_sum, {T, H}, exchange.dtype);
+  if (residual) check.strided("residual", *residual, {T, H}, exchange.dtype);
+  check.strided_output("out[1]", out_sum, {T, H}, exchange.dtype);
   check.output("out[0]", out, {T, H}, exchange.dtype);
   const bool aligned =
       copy_unit({&weight, &out_sum, &out}) == kPackBytes && (!residual || copy_unit({&*residual}) == kPackBytes);
@@ -57,6 +57,8 @@ void all_reduce_add_rms_norm(CallStream stream, const TensorView& x, const Tenso
                                          .weight = weight.data<void>(),
                                          .out_sum = out_sum.data<void>(),
                                          .out = out.data<void>(),
+                                         .residual_stride = residual ? residual->stride(0) : 0,
+                                         .sum_stride = out_sum.stride(0),
                                          .eps = epsilon};
   if (T == 0) return;
   SD_DISPATCH(check, stream, all_reduce_add_rms_norm, params);
@@ -95,7 +97,7 @@ class HostExchange {
       const int64_t now = round::nanoseconds();
       if (begin == 0) begin = now;
       if (now - begin > p_.timeout_ns) {
-        set_timed_out(*p_.state);
+        set_timed_out(*p_.state, static_cast<int>(from));
         is_over_ = true;
       }
       std::this_thread::yield();
@@ -165,8 +167,8 @@ void all_reduce_add_rms_norm_cpu(const AllReduceAddRmsNormParams& p) {
     std::vector<T> total(static_cast<size_t>(width));
     for (int64_t row = 0; row < p.exchange.rows; ++row) {
       sum_row(exchange, p.exchange, row, total.data());
-      auto* sum = static_cast<T*>(p.out_sum) + row * width;
-      const auto* residual = static_cast<const T*>(p.residual) + (p.residual ? row * width : 0);
+      auto* sum = static_cast<T*>(p.out_sum) + row * p.sum_stride;
+      const auto* residual = static_cast<const T*>(p.residual) + row * p.residual_stride;
       for (int64_t i = 0; i < width; ++i)
         sum[i] = p.residual ? from_float<T>(to_float(total[i]) + to_float(residual[i])) : total[i];
       layers::rms_norm_row_cpu(sum, static_cast<const T*>(p.weight), width, p.eps,

@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(layers::kMaxRmsNormThreads)
     for (int i = threadIdx.x; i < packs; i += blockDim.x) exchange.push(first + i);
     exchange.empty_phase_before();
     return {.x = {exchange, first},
-            .residual = p.residual ? static_cast<const P*>(p.residual) + first : nullptr,
-            .sum = static_cast<P*>(p.out_sum) + first,
+            .residual = p.residual ? static_cast<const P*>(p.residual) + blockIdx.x * (p.residual_stride / N) : nullptr,
+            .sum = static_cast<P*>(p.out_sum) + blockIdx.x * (p.sum_stride / N),
             .out = static_cast<P*>(p.out) + first};
   };
   layers::rms_norm_row<T, N, kPacksPerThread>(static_cast<const P*>(p.weight), static_cast<int>(p.exchange.width),

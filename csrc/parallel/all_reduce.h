@@ -12,10 +12,11 @@ struct AllReduceParams {
 
 struct AllReduceAddRmsNormParams {
   ExchangeParams exchange;
-  const void* residual;  // [rows, width] or null
-  const void* weight;    // [width]
-  void* out_sum;         // [rows, width]
-  void* out;             // [rows, width]
+  const void* residual;                 // [rows, width] or null
+  const void* weight;                   // [width]
+  void* out_sum;                        // [rows, width]
+  void* out;                            // [rows, width]
+  int64_t residual_stride, sum_stride;  // between rows, in elements
   float eps;
 };
 

@@ -82,6 +82,7 @@ struct Exchange {
     const uint32_t before = (phase + kPhases - 1) % kPhases;
     const int64_t written = *static_cast<volatile uint32_t*>(&state->written[before]);
     const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+#pragma unroll 1  // few iterations; to count them would take a division
     for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < written; i += step)
 #pragma unroll
       for (int r = 0; r < kSize; ++r)
@@ -103,8 +104,9 @@ struct Exchange {
         if (++polls % 256 != 0) continue;
         const int64_t now = round::nanoseconds();
         if (start == 0) start = now;
-        gives_up = now - start > timeout_ns || *static_cast<volatile uint32_t*>(&state->timed_out) != 0;
-        if (gives_up) set_timed_out(*state);
+        const bool is_late = now - start > timeout_ns;
+        if (is_late) set_timed_out(*state, r);
+        gives_up = is_late || *static_cast<volatile uint32_t*>(&state->timed_out) != 0;
       }
       if (gives_up) packs[r] = {0, 0, 0, 0};
     }

@@ -23,9 +23,9 @@ constexpr uint32_t kEmpty = 0x80000000u;
 struct ExchangeState {
   uint32_t calls;  // finished; the same on all ranks
   uint32_t ticket;
-  uint32_t timed_out;         // 1 once a wait has exceeded its time: later calls neither write to others nor wait
+  uint32_t timed_out;         // 1 + rank once a wait for it has exceeded its time: later calls neither write nor wait
   uint32_t written[kPhases];  // packs of each rank in the last call of a phase
-  uint32_t* alarm;            // of the host: set with timed_out; null: none
+  uint32_t* alarm;            // of the host: the same word; null: none
 };
 constexpr int64_t kStateWords = sizeof(ExchangeState) / sizeof(uint32_t);
 
@@ -44,10 +44,11 @@ SD_HD int64_t first_pack(const ExchangeParams& p, uint32_t phase, int64_t source
   return (static_cast<int64_t>(phase) * p.size + source) * p.capacity;
 }
 
-// Note that a wait has exceeded its time, for this rank's calls and for its host.
-SD_HD void set_timed_out(ExchangeState& state) {
-  *static_cast<volatile uint32_t*>(&state.timed_out) = 1;
-  if (state.alarm != nullptr) *static_cast<volatile uint32_t*>(state.alarm) = 1;
+// Note that a wait for rank `source` has exceeded its time, for this rank's calls and for its host.
+SD_HD void set_timed_out(ExchangeState& state, int source) {
+  const uint32_t word = 1 + static_cast<uint32_t>(source);
+  *static_cast<volatile uint32_t*>(&state.timed_out) = word;
+  if (state.alarm != nullptr) *static_cast<volatile uint32_t*>(state.alarm) = word;
 }
 
 SD_HD uint32_t without_negative_zero(uint32_t word) { return word == kEmpty ? 0 : word; }

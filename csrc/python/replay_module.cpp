@@ -101,6 +101,17 @@ void add_replay(py::module_& m) {
             channel.watch(std::chrono::milliseconds(static_cast<int64_t>(1000 * most_delay)));
           },
           "most_delay"_a = 30.0)
+      .def(
+          "watch_alarm",
+          [](ReplayChannel& channel, const py::object& alarm, const std::string& what) {
+            Check check("ReplayChannel");
+            PyTensor tensor;
+            const TensorView view = named_tensor("ReplayChannel", "alarm", alarm, tensor);
+            check.output("alarm", view, {1}, kInt32);
+            check.require_cpu();
+            channel.watch_alarm(reinterpret_cast<const uint32_t*>(view.data<int32_t>()), what);
+          },
+          "alarm"_a, "what"_a, py::keep_alive<1, 2>())
       .def("process", &ReplayChannel::process, "rank"_a)
       .def_property_readonly("rank", &ReplayChannel::rank)
       .def_property_readonly("failure", &ReplayChannel::failure)

@@ -304,6 +304,11 @@ void ReplayChannel::watch(milliseconds most_delay) {
   if (!watch_.joinable()) watch_ = std::thread([this, most_delay] { run_watch(most_delay); });
 }
 
+void ReplayChannel::watch_alarm(const uint32_t* alarm, const std::string& what) {
+  alarm_reason_ = what;
+  alarm_ = alarm;
+}
+
 void ReplayChannel::expect_pace(std::vector<Pace>& paces, int64_t RankWords::* count, const char* what,
                                 milliseconds most_delay) {
   const int64_t size = sizes_.num_ranks;
@@ -365,6 +370,10 @@ void ReplayChannel::run_watch(milliseconds most_delay) {
     if (rank_ == 0 && !closed()) {
       expect_pace(calls, &RankWords::made, "call", most_delay);
       expect_pace(rounds, &RankWords::published, "round", most_delay);
+    }
+    if (const uint32_t* alarm = alarm_) {
+      const uint32_t word = *static_cast<const volatile uint32_t*>(alarm);  // a GPU writes it
+      if (word != 0 && !closed()) fail(called(word - 1) + " " + alarm_reason_);
     }
     if (!failure().empty()) ends_at = std::min(ends_at, Clock::now() + kGrace);
     if (rank_ != 0 && Clock::now() >= ends_at) {

@@ -99,6 +99,9 @@ class ReplayChannel {
   // the other has not entered. After a failure, a rank other than 0 that does not end by itself is ended. Call it when
   // all ranks have their channels.
   void watch(std::chrono::milliseconds most_delay = std::chrono::seconds(30));
+  // Lets the watch fail with "rank N (process P) <what>" once a word of the host is 1 + N; it is 0 until then. The word
+  // stays until the channel is destroyed. Call it once.
+  void watch_alarm(const uint32_t* alarm, const std::string& what);
   int64_t process(int64_t rank) const;
 
  private:
@@ -124,6 +127,8 @@ class ReplayChannel {
   std::thread watch_;
   std::atomic<bool> stops_ = false;
   int64_t num_records_ = 0;  // written, or read
+  std::string alarm_reason_;
+  std::atomic<const uint32_t*> alarm_ = nullptr;  // set after its reason
 };
 
 // Rank 0's part of a launch: writes the record, with the words of the command record that the launch applies.

@@ -1284,6 +1284,26 @@ class ReplaySizes:
     @property
     def bytes(self) -> int: ...
 
+class PeerMemory:
+    """Memory of a GPU that processes with other GPUs of the host map (CUDA IPC); `words` of 32 bits have one value.
+
+    Raises:
+        RuntimeError: CUDA cannot allocate it.
+        NotImplementedError: this build has no CUDA half.
+    """
+
+    def __init__(self, device: int, words: int, value: int) -> None: ...
+    @staticmethod
+    def open(device: int, handle: bytes) -> PeerMemory:
+        """Map the memory of another process for a device that reaches it by peer access."""
+    def close(self) -> None:
+        """Unmap or free the memory. All others unmap it before the process that allocated it frees it."""
+    @property
+    def handle(self) -> bytes:
+        """Return what another process opens the memory by."""
+    @property
+    def address(self) -> int: ...
+
 class ReplayChannel:
     """The memory that the ranks of a host share, as one of them sees it; see csrc/scheduler/replay.h.
 
@@ -1307,6 +1327,8 @@ class ReplayChannel:
 
         `most_delay`: seconds that a rank may make a call, or finish a round, later than another one.
         """
+    def watch_alarm(self, alarm: Tensor, what: str) -> None:
+        """Let the watch fail with "rank N (process P) <what>" once `alarm` [1] int32 on the host is 1 + N."""
     def process(self, rank: int) -> int: ...
     @property
     def rank(self) -> int: ...

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 import specdec_kernels as sd
 from specdec_kernels import _C
 from specdec_kernels.models.layers.norm import RMSNorm
 from specdec_kernels.models.layers.reduction import LocalReduction
-from specdec_kernels.parallel.symmetric import Exchange, SymmetricReduction, buffer_words, clear
+from specdec_kernels.parallel.reductions import GroupReduction
+from specdec_kernels.parallel.symmetric import Exchange, SymmetricReduction, buffer_words, clear, why_not
+from support.replayed_engines import shared_memory
 
 CAPACITY = 64
 CPU = torch.device("cpu")
@@ -24,7 +30,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def part(rank: int, call: int, dtype: torch.dtype) -> Tensor:
     """Return a rank's x of a call. Sizes change from call to call, and some elements are negative zeros."""
     generator = torch.Generator().manual_seed(100 * call + rank)
-    rows, width = [(3, 16), (1, 64), (2, 8), (5, 32)][call % 4]
+    rows, width = [(3, 16), (1, 64), (2, 7), (5, 9)][call % 4]
     x = torch.randn(rows, width, generator=generator) * 10**rank
     return torch.where(torch.rand(x.shape, generator=generator) < 0.3, -0.0, x).to(dtype)
 
@@ -38,6 +44,7 @@ def total(size: int, call: int, dtype: torch.dtype) -> Tensor:
 
 def check_rank(rank: int, size: int, reduction: SymmetricReduction) -> None:
     """Compare the results of many calls with sums made here, bit for bit."""
+    assert reduction.exchange.works()
     for call in range(12):
         dtype = DTYPES[call % 3]
         x, want = part(rank, call, dtype), total(size, call, dtype)
@@ -47,10 +54,16 @@ def check_rank(rank: int, size: int, reduction: SymmetricReduction) -> None:
         if call % 4 == 2:
             assert torch.equal(reduction.sum(x), want)
             continue
-        weight, residual = torch.linspace(-1, 2, x.shape[1]).to(dtype), None if call % 2 else want.flip(0).clone()
-        rows, sums = reduction.add_norm(RMSNorm(weight, 1e-5), x, residual, None)
+        weight, apart = (
+            torch.linspace(-1, 2, x.shape[1]).to(dtype),
+            torch.full((len(x), 3, x.shape[1]), 7.0, dtype=dtype),
+        )
+        residual, out = None if call % 2 else apart[:, 1].copy_(want.flip(0)), apart[:, 2] if call % 3 else None
+        rows, sums = reduction.add_norm(RMSNorm(weight, 1e-5), x, residual, out)
         expected = sd.add_rms_norm(want, weight, 1e-5, residual=None if residual is None else want.flip(0))
         assert torch.equal(rows, expected[0]) and torch.equal(sums, expected[1])
+        assert out is None or sums.data_ptr() == out.data_ptr()
+        assert bool((apart[:, 0] == 7).all())
     assert not reduction.timed_out
 
 
@@ -88,11 +101,99 @@ def test_a_wait_for_a_rank_that_has_ended_sets_the_alarm_and_ends() -> None:
         reduction.exchange.timeout = 0.02
         x = torch.ones(2, 8)
         assert torch.equal(reduction.sum(x.clone()), x)
-        assert reduction.timed_out
+        assert reduction.timed_out and reduction.exchange.alarm.tolist() == [1 + 1]
         reduction.exchange.timeout = 3600.0
         assert torch.equal(reduction.sum(x.clone()), x)  # at once
 
     assert on_ranks(2, run) == [0, 0]
+
+
+class HostMemory:
+    """A test double of `_C.PeerMemory` on the host, which notes in a file when it is closed."""
+
+    def __init__(self, device: int | None, words: int, value: int, path: str = "") -> None:
+        self.path = path or f"/proc/{os.getpid()}/fd/{os.memfd_create('buffer')}"
+        with open(self.path, "r+b") as file:
+            if not path:
+                file.truncate(4 * words)
+            self.words = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.int32)
+        if not path:
+            clear(self.words)
+        self.handle, self.address, self.is_own = self.path.ljust(64).encode(), self.words.data_ptr(), not path
+
+    @classmethod
+    def open(cls, device: int | None, handle: bytes) -> HostMemory:
+        return cls(device, 0, 0, handle.decode().strip())
+
+    def close(self) -> None:
+        with open(notes, "a") as file:
+            file.write("frees\n" if self.is_own else "unmaps\n")
+
+
+class NotMapped(HostMemory):
+    @classmethod
+    def open(cls, device: int | None, handle: bytes) -> HostMemory:
+        raise RuntimeError("no peer access")
+
+
+notes = ""
+
+
+def be_rank(rank: int, folder: str, refuses: int) -> None:
+    global notes
+    notes = f"{folder}/notes"
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
+    host = GroupReduction()
+    _C.PeerMemory = NotMapped if rank == refuses else HostMemory  # type: ignore[assignment, misc]
+    try:
+        exchange = Exchange.among(host, CPU, lambda: host.sum(torch.zeros(1)) and None, 16 * CAPACITY)
+    except RuntimeError as error:
+        Path(f"{folder}/{rank}").write_text(str(error))
+    else:
+        check_rank(rank, 3, SymmetricReduction(host, exchange, captured_only=False))
+        exchange.close()
+    dist.destroy_process_group()
+
+
+def test_ranks_map_the_buffers_of_each_other_and_free_them_last(tmp_path: Path) -> None:
+    mp.start_processes(be_rank, (str(tmp_path), -1), nprocs=3, start_method="fork")
+    assert (tmp_path / "notes").read_text().split() == ["unmaps"] * 6 + ["frees"] * 3
+
+
+def test_no_rank_has_an_exchange_if_one_cannot_map_a_buffer(tmp_path: Path) -> None:
+    mp.start_processes(be_rank, (str(tmp_path), 1), nprocs=3, start_method="fork")
+    other = "another rank cannot exchange tensors by our kernels"
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [other, "no peer access", other]
+    assert (tmp_path / "notes").read_text().split() == ["unmaps"] * 4 + ["frees"] * 3
+
+
+def test_kernels_need_2_4_or_8_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != (3, 2))
+    assert why_not(range(3)) == "ranks are 3, expected 2, 4 or 8"
+    assert why_not(range(2)) == "" and why_not(range(3, 7)) == ""
+    assert why_not(range(4)) == "cuda:3 does not reach the memory of cuda:2"
+
+
+def test_an_alarm_fails_all_ranks_with_the_name_of_the_rank_that_is_late() -> None:
+    sizes = _C.ReplaySizes(num_ranks=2, capacity=64, depth=2, words=4)
+    memory, alarm = shared_memory(sizes), torch.zeros(1, dtype=torch.int32)
+    first, second = (_C.ReplayChannel(memory, sizes, rank) for rank in range(2))
+    first.watch_alarm(alarm, "has sent nothing in a reduction for 5 s")
+    first.watch()
+    time.sleep(0.25)
+    assert not first.failure
+    alarm[0] = 1 + 1
+    deadline = time.monotonic() + 5
+    while not second.failure and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert second.failure == f"rank 1 (process {os.getpid()}) has sent nothing in a reduction for 5 s"
+
+
+def test_memory_of_peers_needs_a_build_with_cuda() -> None:
+    if _C.cuda_version is not None:
+        pytest.skip("this build has it")
+    with pytest.raises(NotImplementedError, match="PeerMemory: this build of specdec_kernels has no CUDA half"):
+        _C.PeerMemory(0, 16, 0)
 
 
 def test_tensors_that_do_not_fit_go_to_the_other_reduction() -> None:
@@ -101,7 +202,7 @@ def test_tensors_that_do_not_fit_go_to_the_other_reduction() -> None:
             return x + 1
 
     exchange = Exchange.over(0, [0, 0], CAPACITY, CPU, None)
-    for x in (torch.zeros(2, 3), torch.zeros(CAPACITY + 1, 4), torch.zeros(0, 4), torch.zeros(2, 4, dtype=torch.int32)):
+    for x in (torch.zeros(CAPACITY + 1, 4), torch.zeros(0, 4), torch.zeros(2, 4, dtype=torch.int32)):
         assert torch.equal(SymmetricReduction(Other(), exchange, captured_only=False).sum(x), x + 1)
     x = torch.zeros(2, 4)
     assert torch.equal(SymmetricReduction(Other(), exchange).sum(x), x + 1)  # nothing is captured

@@ -93,6 +93,10 @@ FLAGS: dict[str, EngineFlag] = {
         {"type": int, "metavar": "N", "help": "GPUs of this host that the target is divided among (1)"},
         ("--tp-size", "--tensor-parallel-size"),
     ),
+    "--enable-custom-all-reduce": EngineFlag(
+        "custom_all_reduce",
+        {"action": "store_true", "help": "with --tp, reduce small tensors by kernels of ours instead of NCCL"},
+    ),
     "--enable-deterministic-inference": EngineFlag(
         "batch_invariant",
         {"action": "store_true", "help": "make a request's result bitwise independent of the batch"},
@@ -151,6 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         "--device",
         "--tp",
+        "--enable-custom-all-reduce",
         "--enable-deterministic-inference",
         "--disable-radix-cache",
         "--disable-cuda-graph",

@@ -134,6 +134,7 @@ def rank_facts(model: str, tp: int) -> dict[str, Any]:
     import torch
 
     from ..models.backends.share import share_of
+    from ..parallel.symmetric import why_not
 
     try:
         whole, one = share_of(model, 1), share_of(model, tp)
@@ -143,8 +144,11 @@ def rank_facts(model: str, tp: int) -> dict[str, Any]:
     if one.weights is not None and whole.weights is not None:
         weights = f"{one.weights / 1e9:.3g} GB of {whole.weights / 1e9:.3g} GB"
     state = f"{one.state / 1e6:.1f} MB a request or a snapshot, and {one.state_of_node / 1e6:.2f} MB for each node"
-    fits = None
+    fits = reductions = None
     if torch.cuda.is_available():
+        if torch.cuda.device_count() >= tp > 1:
+            reason = why_not(range(tp))
+            reductions = f"NCCL ({reason})" if reason else "NCCL, or kernels with --enable-custom-all-reduce"
         memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
         tokens = one.tokens(memory, 2)
         fits = tokens and f"KV of {tokens} tokens in 16 bits on {memory / 1e9:.0f} GB, without all else"
@@ -154,6 +158,7 @@ def rank_facts(model: str, tp: int) -> dict[str, Any]:
         "rank_kv": f"{2 * one.kv_elements} bytes for each token in 16 bits of {2 * whole.kv_elements}, half in 8",
         "rank_states": state if one.state else None,
         "rank_fits": fits,
+        "rank_reductions": reductions,
     }
 
 

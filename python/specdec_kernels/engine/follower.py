@@ -29,7 +29,13 @@ def open_ranks(loading: Loading, work: Callable[[], Any]) -> Ranks | None:
     """
     if loading.place is None:
         return None
-    return launch.open_ranks(loading.place, loading.machine.device, loading.channel_sizes, work)
+    return launch.open_ranks(
+        loading.place,
+        loading.machine.device,
+        loading.channel_sizes,
+        work,
+        custom_all_reduce=loading.options.custom_all_reduce,
+    )
 
 
 def serve_rank(joining: launch.Joining) -> None:
@@ -39,7 +45,7 @@ def serve_rank(joining: launch.Joining) -> None:
         model, draft, options = pickle.loads(joining.work)
         place = launch.Place(joining.rank, joining.sizes["num_ranks"], by_torchrun=False)
         loading = Loading.of(model, draft, options, place)
-        ranks = launch.join(joining, channel, loading.machine.device)
+        ranks = launch.join(joining, channel, loading.machine.device, custom_all_reduce=options.custom_all_reduce)
     except BaseException as error:
         fail(channel, error)
         raise

@@ -124,6 +124,11 @@ class EngineOptions:
         "starts the other ranks, unless torchrun has: there, the first rank runs the script from here on; the others "
         "serve it until it closes the engine, and exit. The model must be a path or hub id. None: 1.",
     )
+    custom_all_reduce: bool = option(
+        False,
+        "with tp on CUDA, reduce small tensors of captured rounds by kernels that write to the memory of the other "
+        "GPUs, if 2, 4 or 8 GPUs reach each other's memory. False: by NCCL. These rounds have not been timed yet.",
+    )
     implementation: str = option(
         "auto",
         "of the target: 'native' (our layers, for registered families), 'transformers' (its modules, our attention; "

@@ -82,6 +82,11 @@ class RankRuntime:
         if self.ranks is not None:
             self.ranks.channel.made()
 
+    def meet(self) -> None:
+        """Wait for the other ranks, if there are any, before graphs that have been captured run."""
+        if self.ranks is not None:
+            self.ranks.meet()
+
     def drop_graphs(self) -> None:
         """Destroy all graphs; nothing may be running."""
         if self.config.captures:
@@ -192,6 +197,7 @@ def open_runtime(
         if config.mem_fraction is not None:
             config = size_pools(executor, config, started)
         runtime = started(config)
+        runtime.meet()
         scheduler = runtime.scheduler
         with on_stream(stream):
             if config.num_levels > 0 and costs is not None:
@@ -230,6 +236,7 @@ def open_follower(sources: RankSources) -> FollowerRuntime:
         if config.mem_fraction is not None:
             config = size_pools(executor, config, started)
         runtime = started(config)
+        runtime.meet()
     except BaseException:
         close_draft(sources.draft)
         raise

@@ -130,6 +130,7 @@ def take_memory(runtime: RankRuntime, level: int) -> None:
     if runtime.config.captures:
         runtime.graphs = capture_all(runtime.executor, runtime.config, runtime.stream, progress=False)
         runtime.launches.set_graphs(runtime.graphs.raw() if runtime.graphs else {})
+    runtime.meet()
 
 
 class NewWeights:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import mmap
 import os
 import pickle
@@ -25,9 +26,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from .. import _C
+from ..models.layers.reduction import Reduction
 from ..models.shard import Shard
 from .ranks import Ranks, expect_alive
-from .reductions import reduction_over
+from .reductions import GroupReduction
+from .symmetric import SECONDS, SymmetricReduction, reduction_among
 
 RING_BYTES = 8 << 20  # of records that the slowest rank has not read
 # Ranks load at their own pace before they first need each other.
@@ -36,6 +39,7 @@ COLLECTIVE = datetime.timedelta(minutes=2)  # that a rank waits for another one 
 SECONDS_TO_START = 300.0  # until a rank has imported what it needs
 SECONDS_TO_END = 20.0  # until a rank that was closed has ended
 GRACE = 2.0  # seconds after a failure, in which ranks end by themselves
+logger = logging.getLogger(__name__)
 # What a started process runs: it finds modules where rank 0 does.
 WORKER = """
 import pickle, sys
@@ -158,7 +162,14 @@ def sizes_of(size: int, depth: int, words: int) -> dict[str, int]:
     return {"num_ranks": size, "capacity": RING_BYTES, "depth": depth, "words": words}
 
 
-def open_ranks(place: Place, device: torch.device, sizes: Mapping[str, int], work: Callable[[], Any]) -> Ranks:
+def open_ranks(
+    place: Place,
+    device: torch.device,
+    sizes: Mapping[str, int],
+    work: Callable[[], Any],
+    *,
+    custom_all_reduce: bool = False,
+) -> Ranks:
     """Return this rank among all, once all are there; rank 0 starts the others if torchrun has not.
 
     Args:
@@ -166,13 +177,14 @@ def open_ranks(place: Place, device: torch.device, sizes: Mapping[str, int], wor
         device: of this rank.
         sizes: of the channel (`sizes_of`), the same on all ranks.
         work: returns what started ranks get, which must be picklable.
+        custom_all_reduce: whether our kernels may reduce, where GPUs allow it; the same on all ranks.
 
     Raises:
         ValueError: the work cannot be pickled.
         RuntimeError: another process group exists; a rank has ended before all were there.
     """
     if place.by_torchrun:
-        return join_torchrun(place, device, sizes)
+        return join_torchrun(place, device, sizes, custom_all_reduce=custom_all_reduce)
     if dist.is_initialized():
         raise RuntimeError(
             "Engine: torch.distributed has a process group, expected none in a process that starts ranks (run it by "
@@ -197,10 +209,13 @@ def open_ranks(place: Place, device: torch.device, sizes: Mapping[str, int], wor
         channel.watch()
         wait_for_ready(store, channel, place.size)
         init_group(device, rank=0, size=place.size, store=store)
+        return ranks_of(place, device, channel, started, custom_all_reduce=custom_all_reduce)
     except BaseException:
         end(started)
+        if dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
         raise
-    return ranks_of(place, channel, started)
 
 
 def store_of(size: int, port: int, *, is_master: bool) -> TCPStore:
@@ -235,7 +250,7 @@ def wait_for_processes(channel: _C.ReplayChannel, size: int, started: Sequence[s
         time.sleep(0.01)
 
 
-def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int]) -> Ranks:
+def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int], *, custom_all_reduce: bool) -> Ranks:
     """Return this rank among those that torchrun has started."""
     is_script_group = dist.is_initialized()
     if not is_script_group:
@@ -253,7 +268,15 @@ def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int]) 
         channel = Memory(Path(path), _C.ReplaySizes(**sizes)).channel(place.rank)
         dist.barrier(control)
     channel.watch()
-    return ranks_of(place, channel, [], control, is_script_group=is_script_group)
+    return ranks_of(
+        place,
+        device,
+        channel,
+        [],
+        control,
+        is_script_group=is_script_group,
+        custom_all_reduce=custom_all_reduce,
+    )
 
 
 def attach(joining: Joining) -> _C.ReplayChannel:
@@ -263,13 +286,16 @@ def attach(joining: Joining) -> _C.ReplayChannel:
     return channel
 
 
-def join(joining: Joining, channel: _C.ReplayChannel, device: torch.device) -> Ranks:
+def join(
+    joining: Joining, channel: _C.ReplayChannel, device: torch.device, *, custom_all_reduce: bool = False
+) -> Ranks:
     """Return the rank of a process that rank 0 has started."""
     size = joining.sizes["num_ranks"]
     store = store_of(size, joining.port, is_master=False)
     store.set(ready(joining.rank), "")
     init_group(device, rank=joining.rank, size=size, store=store)
-    return ranks_of(Place(joining.rank, size, by_torchrun=False), channel, [])
+    place = Place(joining.rank, size, by_torchrun=False)
+    return ranks_of(place, device, channel, [], custom_all_reduce=custom_all_reduce)
 
 
 def ready(rank: int) -> str:
@@ -299,24 +325,30 @@ def init_group(device: torch.device, *, rank: int, size: int, store: TCPStore | 
 
 def ranks_of(
     place: Place,
+    device: torch.device,
     channel: _C.ReplayChannel,
     started: Sequence[subprocess.Popen[bytes]],
     control: dist.ProcessGroup | None = None,
     *,
+    custom_all_reduce: bool,
     is_script_group: bool = False,
 ) -> Ranks:
     """Return a rank, and let a thread of rank 0 end the others after a failure.
 
     Args:
         place: of this process.
+        device: of this rank.
         channel: of this rank.
         started: processes that this one has started.
         control: a group for tensors of the host; None: the default group.
         is_script_group: whether the default group is that of torchrun's script, which keeps its timeout.
+        custom_all_reduce: whether our kernels may reduce.
     """
+    aborts: list[Callable[[], None]] = []
     if place.rank == 0:
         others = [channel.process(rank) for rank in range(1, place.size)]
-        threading.Thread(target=end_others, args=(channel, others), name="specdec ranks", daemon=True).start()
+        arguments = channel, others, aborts
+        threading.Thread(target=end_others, args=arguments, name="specdec ranks", daemon=True).start()
 
     def least(value: int) -> int:
         values = torch.tensor([value])
@@ -327,24 +359,44 @@ def ranks_of(
         if not is_script_group:
             dist.distributed_c10d._set_pg_timeout(COLLECTIVE)
 
+    def meet() -> None:
+        expect_alive(channel)
+        all_are_here = dist.all_reduce(torch.zeros(1), group=control, async_op=True)
+        all_are_here.wait(datetime.timedelta(seconds=SECONDS_TO_END))
+
+    reduction: Reduction = GroupReduction()
+    if device.type == "cuda" and custom_all_reduce:
+        reduction = reduction_among(GroupReduction(control), device, meet)
+    exchange = reduction.exchange if isinstance(reduction, SymmetricReduction) else None
+    if exchange is not None:
+        aborts.append(exchange.abort)
+        channel.watch_alarm(exchange.alarm, f"has sent nothing in a reduction for {SECONDS:.0f} s")
+    logger.info("specdec_kernels: rank %d reduces by %s", place.rank, reduction)
+
     def on_close() -> None:
+        if exchange is not None:
+            exchange.close()
         end(started, SECONDS_TO_END)
         if not place.by_torchrun and dist.is_initialized():
             with contextlib.suppress(*[Exception] if channel.failure else []):
                 dist.destroy_process_group()
 
-    return Ranks(place.size, place.shard, reduction_over(), channel, least, on_loaded, on_close)
+    return Ranks(place.size, place.shard, reduction, channel, least, on_loaded, on_close)
 
 
-def end_others(channel: _C.ReplayChannel, processes: Sequence[int]) -> None:
+def end_others(channel: _C.ReplayChannel, processes: Sequence[int], aborts: Sequence[Callable[[], None]]) -> None:
     """Wait for a failure, and end the processes that are still there then: also those that hang or are stopped.
 
-    A collective that waits for one of them raises then. One of NCCL waits on the device, and is aborted.
+    A collective that waits for one of them raises then. One of NCCL waits on the device, and is aborted. `aborts` end
+    the waits of our kernels, at once.
     """
     while not channel.failure:
         if channel.closed:
             return
         time.sleep(0.1)
+    for abort in aborts:
+        with contextlib.suppress(Exception):
+            abort()
     time.sleep(GRACE)
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):

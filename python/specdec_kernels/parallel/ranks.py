@@ -48,6 +48,10 @@ class Ranks:
         """
         self.channel.write(pickle.dumps((name, arguments), protocol=pickle.HIGHEST_PROTOCOL), name)
 
+    def meet(self) -> None:
+        """Wait until all ranks call it, since a kernel waits a few seconds only for another rank."""
+        self.least(0)
+
     def close(self) -> None:
         """Let the other ranks end, on rank 0, and leave the group. Idempotent."""
         if not self._closed:

@@ -24,6 +24,9 @@ class GroupReduction(Reduction):
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
+    def __str__(self) -> str:
+        return "NCCL" if "nccl" in dist.get_backend_config(self.group) else "gloo"
+
     def sum(self, x: Tensor) -> Tensor:
         if x.is_cuda:
             x = x.contiguous()
@@ -47,8 +50,3 @@ class GroupReduction(Reduction):
         else:  # gloo does not know all dtypes, and bytes are what is wanted
             dist.all_gather(list(parts.view(torch.uint8)), x.view(-1).view(torch.uint8), group=self.group)
         return parts.view(self.size, *x.shape)
-
-
-def reduction_over() -> Reduction:
-    """Return the reduction of the default process group."""
-    return GroupReduction()

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from .. import _C
 from ..models.layers.norm import RMSNorm
 from ..models.layers.reduction import Reduction
+from .reductions import GroupReduction
 
+EMPTY = 1 << 31  # a word that has not arrived: a negative zero, which no rank writes
 PACK_BYTES = 16
 PHASES = 3  # of a buffer, as in csrc/parallel/exchange.h
 STATE_WORDS = 8
-CAPACITY_BYTES = 2 << 20  # of one call's tensor; above it NCCL's bandwidth wins
-SIZES = (2, 4, 8)  # numbers of ranks that the kernels are compiled for
+TIMED_OUT = 2  # word of the state
+# Bytes of the largest tensor of a call, for the numbers of ranks that the kernels are compiled for. A rank sends its
+# tensor to each of the others, which takes longer than a ring above some size.
+CAPACITY_BYTES = {2: 8 << 20, 4: 2 << 20, 8: 1 << 20}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 SECONDS = 5.0  # of a wait for another rank
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -32,9 +39,11 @@ class Exchange:
         buffers: [size] int64, the addresses of the ranks' buffers, each of `buffer_bytes`.
         state: [8] int32, of this rank.
         capacity: packs of 16 bytes that a call may send.
-        alarm: [1] int32 on the host, 1 once a wait has exceeded its time. Calls are without effect from then on.
+        alarm: [1] int32 on the host, 1 + rank once a wait for that rank has exceeded its time. Calls are without effect
+            from then on.
         timeout: seconds that a kernel waits for another rank.
         memory: what keeps the buffers.
+        on_close: unmaps and frees the buffers.
     """
 
     rank: int
@@ -44,6 +53,7 @@ class Exchange:
     alarm: Tensor
     timeout: float = SECONDS
     memory: Any = None
+    on_close: Callable[[], None] = field(default=lambda: None)
 
     @classmethod
     def over(cls, rank: int, addresses: list[int], capacity: int, device: torch.device, memory: Any) -> Exchange:
@@ -55,26 +65,82 @@ class Exchange:
         return cls(rank, buffers.to(device), state.view(torch.int32).to(device), capacity, alarm, memory=memory)
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup, device: torch.device, capacity_bytes: int = CAPACITY_BYTES) -> Exchange:
-        """Allocate the buffers in torch's symmetric memory; all ranks of the group call it together."""
-        # It must be set before torch first asks: NVLink multicast is not used.
-        os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        from torch.distributed import _symmetric_memory
+    def among(
+        cls, host: GroupReduction, device: torch.device, meet: Callable[[], None], capacity_bytes: int
+    ) -> Exchange:
+        """Allocate this rank's buffer and map those of the others (CUDA IPC); all ranks call it together.
 
+        Args:
+            host: gathers the ranks' tensors of the host.
+            device: of this rank, which reaches the memory of all others.
+            meet: waits until all ranks call it; closing needs it. It raises after a failure.
+            capacity_bytes: that a call may send.
+
+        Raises:
+            RuntimeError: on every rank, if one of them cannot map a buffer or does not get what the others write.
+        """
         capacity = -(-capacity_bytes // PACK_BYTES)
-        buffer = _symmetric_memory.empty(buffer_words(group.size(), capacity), dtype=torch.int32, device=device)
-        clear(buffer)
-        handle = _symmetric_memory.rendezvous(buffer, group)
-        torch.cuda.synchronize(device)
-        dist.barrier(group)  # all buffers are clear
-        torch.cuda.synchronize(device)
-        return cls.over(group.rank(), list(handle.buffer_ptrs), capacity, device, (buffer, handle))
+        own = _C.PeerMemory(device.index, buffer_words(host.size, capacity), EMPTY)
+        handles = host.gather(torch.tensor(list(own.handle), dtype=torch.uint8)).view(host.size, -1)
+        memories: list[_C.PeerMemory] = []
+        reason = ""
+        try:
+            for rank, handle in enumerate(handles.tolist()):
+                memories.append(own if rank == host.rank else _C.PeerMemory.open(device.index, bytes(handle)))
+        except RuntimeError as error:
+            reason = str(error)
+
+        def close() -> None:
+            for memory in memories:
+                if memory is not own:
+                    memory.close()
+            with contextlib.suppress(RuntimeError):  # a rank has failed: none has it mapped any more
+                meet()
+            own.close()
+
+        def expect_all(reason: str) -> None:
+            if host.sum(torch.tensor([int(bool(reason))])):
+                close()
+                raise RuntimeError(reason or "another rank cannot exchange tensors by our kernels")
+
+        expect_all(reason)
+        addresses = [memory.address for memory in memories]
+        exchange = cls.over(host.rank, addresses, capacity, device, memories)
+        exchange.on_close = close
+        expect_all("" if exchange.works() else "what GPUs write to each other's memory does not arrive")
+        return exchange
+
+    def works(self) -> bool:
+        """Exchange a few numbers, and return whether all arrive; all ranks call it together.
+
+        It also loads the kernels, before graphs capture them.
+        """
+        size, pairs = len(self.buffers), []
+        for dtype in FLOATS:
+            x = torch.full((2, 8), self.rank + 1, dtype=dtype, device=self.state.device)
+            ranks = torch.arange(1, size + 1, device=x.device).to(dtype).repeat_interleave(8).expand(2, -1)
+            total = torch.full_like(x, size * (size + 1) // 2)
+            _, sums = self.sum_add_rms_norm(x, torch.ones_like(x[0]), 1.0, None, torch.empty_like(x))
+            pairs += [(sums, total), (self.gather(x), ranks), (self.sum(x), total)]
+        return all(torch.equal(ours, expected) for ours, expected in pairs) and not bool(self.alarm)
+
+    def abort(self) -> None:
+        """Let waits for other ranks end at once, from any thread; calls are without effect from then on."""
+        self.alarm.fill_(1 + len(self.buffers))  # no rank
+        with torch.cuda.stream(torch.cuda.Stream(self.state.device)):  # type: ignore[no-untyped-call]
+            self.state[TIMED_OUT].copy_(self.alarm[0], non_blocking=True)
+
+    def close(self) -> None:
+        """Unmap and free the buffers; no graph that uses them is launched any more. All ranks call it together."""
+        if self.alarm.is_pinned():
+            with contextlib.suppress(RuntimeError):  # after a failure the device may be gone
+                torch.cuda.synchronize(self.state.device)
+        self.on_close()
 
     def fits(self, x: Tensor) -> bool:
-        """Return whether a call may send x."""
-        row_bytes = x.shape[-1] * x.element_size()
-        size = x.numel() * x.element_size()
-        return x.dtype in FLOATS and row_bytes % PACK_BYTES == 0 and 0 < size <= self.capacity * PACK_BYTES
+        """Return whether a call may send x, once its rows are whole packs."""
+        packs = x.numel() // max(x.shape[-1], 1) * -(-x.shape[-1] * x.element_size() // PACK_BYTES)
+        return x.dtype in FLOATS and 0 < packs <= self.capacity
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks of x [T, H], added in float32 in the order of ranks, written over x."""
@@ -97,7 +163,7 @@ class Exchange:
             weight: [H] of the norm.
             eps: added to the mean square.
             residual: [T, H], added to the sum; None: nothing.
-            out_sum: [T, H] for the sum; may be x or the residual.
+            out_sum: [T, H] for the sum; may be x or the residual. Its rows and the residual's may be apart.
         """
         rows = torch.empty_like(x)
         memory = self.buffers, self.state, self.rank, self.capacity, self.timeout
@@ -112,7 +178,20 @@ def buffer_words(size: int, capacity: int) -> int:
 
 def clear(buffer: Tensor) -> None:
     """Mark all words of a buffer as not written: negative zeros, which no rank writes."""
-    buffer.fill_(-(2**31))
+    buffer.fill_(EMPTY - (1 << 32))
+
+
+def packed(rows: Tensor) -> Tensor:
+    """Return rows [T, H] as an exchange takes them: contiguous, aligned, and with zeros up to whole packs."""
+    rest = -rows.shape[1] % (PACK_BYTES // rows.element_size())
+    rows = functional.pad(rows, (0, rest)) if rest else rows.contiguous()
+    return rows.clone() if rows.data_ptr() % PACK_BYTES else rows
+
+
+def is_aligned(rows: Tensor) -> bool:
+    """Return whether the rows [T, H] are whole packs, which may be apart."""
+    sizes = rows.data_ptr(), *(size * rows.element_size() for size in (rows.stride(0), rows.shape[1]))
+    return rows.stride(1) == 1 and not any(size % PACK_BYTES for size in sizes)
 
 
 class SymmetricReduction(Reduction):
@@ -129,28 +208,34 @@ class SymmetricReduction(Reduction):
         self.other, self.exchange, self.captured_only = other, exchange, captured_only
         self.size = other.size
 
+    def __str__(self) -> str:
+        most = self.exchange.capacity * PACK_BYTES >> 20
+        return f"kernels up to {most} MiB in captured rounds, {self.other} for all else"
+
     @property
     def timed_out(self) -> bool:
         """Return whether a wait for another rank has exceeded its time, without synchronizing."""
         return bool(self.exchange.alarm)
 
     def sum(self, x: Tensor) -> Tensor:
-        if not self._takes(x):
+        if not self._takes(x.reshape(1, -1)):
             return self.other.sum(x)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self.exchange.sum(rows).view(x.shape)
+        return self.exchange.sum(packed(x.reshape(1, -1)))[0, : x.numel()].view(x.shape)
 
     def gather(self, x: Tensor) -> Tensor:
         if not self._takes(x):
             return self.other.gather(x)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        return self.exchange.gather(rows).view(*x.shape[:-1], -1)
+        rows = packed(x.reshape(-1, x.shape[-1]))
+        gathered = self.exchange.gather(rows)
+        if rows.shape[1] > x.shape[-1]:
+            gathered = gathered.view(len(rows), self.size, -1)[..., : x.shape[-1]]
+        return gathered.reshape(*x.shape[:-1], -1)
 
     def add_norm(self, norm: Any, x: Tensor, residual: Tensor | None, out: Tensor | None) -> tuple[Any, Tensor]:
         total = out if out is not None else residual if residual is not None else x
         operands = (x, total) if residual is None else (x, total, residual)
         fused = isinstance(norm, RMSNorm) and norm.weight.dtype == x.dtype and x.ndim == 2
-        if not (fused and self._takes(x) and all(rows.is_contiguous() for rows in operands)):
+        if not (fused and self._takes(x) and x.is_contiguous() and all(map(is_aligned, operands))):
             return super().add_norm(norm, x, residual, out)
         return self.exchange.sum_add_rms_norm(x, norm.weight, norm.eps, residual, total)
 
@@ -158,3 +243,34 @@ class SymmetricReduction(Reduction):
         if not self.exchange.fits(x):
             return False
         return not self.captured_only or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def why_not(gpus: range) -> str:
+    """Return why ranks on these GPUs cannot exchange tensors by our kernels; empty if they can."""
+    if len(gpus) not in CAPACITY_BYTES:
+        return f"ranks are {len(gpus)}, expected 2, 4 or 8"
+    for one in gpus:
+        for other in gpus:
+            if one != other and not torch.cuda.can_device_access_peer(one, other):
+                return f"cuda:{one} does not reach the memory of cuda:{other}"
+    return ""
+
+
+def reduction_among(host: GroupReduction, device: torch.device, meet: Callable[[], None]) -> Reduction:
+    """Return a rank's reduction of captured rounds on a GPU; all ranks call it together.
+
+    Args:
+        host: reduces the ranks' tensors of the host.
+        device: of this rank; the ranks' GPUs follow each other.
+        meet: as for `Exchange.among`.
+    """
+    first, group = device.index - host.rank, GroupReduction()
+    reason = why_not(range(first, first + host.size))
+    if not reason:
+        try:
+            return SymmetricReduction(group, Exchange.among(host, device, meet, CAPACITY_BYTES[host.size]))
+        except RuntimeError as error:
+            reason = str(error)
+    if host.rank == 0:
+        logger.warning("specdec_kernels: NCCL reduces in captured rounds, which is slower (%s)", reason)
+    return group
