@@ -89,6 +89,14 @@ __device__ __forceinline__ int hold(int x) {
   return x;
 }
 
+// Return a pointer to shared memory as an opaque value, so that the compiler keeps it instead of computing it at each
+// use. Called by a whole warp.
+template <class T>
+__device__ __forceinline__ T* hold_shared(T* x) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(x));
+  return static_cast<T*>(__cvta_shared_to_generic(__shfl_sync(kFullMask, address, 0)));
+}
+
 // Prefetch a cache line into L2. Nothing is read, so a later write hits it there.
 __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -77,7 +77,16 @@ def check(device: torch.device, ids: torch.Tensor, logprobs: torch.Tensor, count
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("batch", "depth", "k", "count", "rank"),
-    [(1, 1, 1, 1, 1), (3, 3, 5, 9, 7), (2, 7, 16, 31, 256), (1, 16, 8, 40, 32), (1, 5, 64, 256, 64)],
+    [
+        (1, 1, 1, 1, 1),
+        (3, 3, 5, 9, 7),
+        (2, 7, 16, 31, 256),
+        (1, 16, 8, 40, 32),
+        (1, 3, 20, 100, 32),
+        (2, 2, 40, 50, 288),
+        (1, 5, 64, 256, 64),
+        (1, 16, 64, 20, 32),
+    ],
 )
 def test_expand_trellis_with_transitions_matches_reference(
     device: torch.device, dtype: torch.dtype, batch: int, depth: int, k: int, count: int, rank: int
@@ -111,10 +120,12 @@ def test_expand_trellis_options_match_reference(device: torch.device, kind: str)
 
 
 def test_expand_trellis_breaks_ties_as_documented(device: torch.device) -> None:
-    # Scores of few values that add exactly, so that most tie; some candidates have no probability.
-    for depth, k, count in ((1, 3, 5), (4, 5, 30), (16, 2, 100), (3, 64, 256)):
+    # Few values that add exactly, so that most sums tie, or that differ by less than sums are rounded to; some candidates
+    # have no probability.
+    for depth, k, count in ((1, 3, 5), (4, 5, 30), (16, 2, 100), (3, 64, 256), (3, 20, 70)):
         ids = torch.stack([torch.randperm(100)[:k] for _ in range(3 * depth)]).view(3, depth, k).to(torch.int32)
         logprobs = -torch.randint(0, 5, (3, depth, k)) / 4
+        logprobs[2] -= torch.randint(0, 4, (depth, k)) * 2.0**-25
         logprobs = torch.where(torch.rand(3, depth, k) < 0.1, -torch.inf, logprobs)
         for width in (1, 2, 256):
             got = expand(device, ids, logprobs, count, width=width)

@@ -290,9 +290,9 @@ def expand_trellis(
     successors[c, r], and rest[d], the probability of all tokens outside the candidates, which transitions do not move.
     Without transitions log p is U: the nodes of a depth have the same children.
 
-    These are the N best of all nodes, found level by level. They are ordered by score; equal scores go to the lesser
-    depth, then to the better parent, then to the earlier candidate. So a parent comes before its children, and fewer
-    nodes are the first of more. Calibration applies to each log p before it is added.
+    These are the N best of all nodes. They are ordered by score; equal scores go to the lesser depth, then to the
+    better parent, then to the earlier candidate. So a parent comes before its children, and fewer nodes are the first
+    of more. Calibration applies to each log p before it is added.
 
     Args:
         topk_ids: [B, D, K] int32, from `select_topk` of the D positions; D is 1 to 16, K is 1 to 64.
