@@ -14,11 +14,13 @@ from .plot import plot_rates, series_name
 from .record import read_record
 from .tables import (
     ENGINES,
+    HEADS,
     REPLAY,
     ROUND,
     ROUND_COLUMNS,
     SERVER,
     SERVER_COLUMNS,
+    heads_table,
     op_columns,
     op_row,
     params_text,
@@ -233,6 +235,19 @@ def server_table(results: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def heads_lines(results: list[dict[str, Any]]) -> list[str]:
+    """Return accept lengths by domain and tokens per second, a row per draft."""
+    columns, rows = heads_table(results)
+    shared = {name: results[0]["params"][name] for name in ("target", "dtype", "new_tokens")}
+    return [
+        f"{params_text(shared)}. Accept lengths by domain of prompt, and tokens per second.",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|---|---|" + "---:|" * (len(columns) - 2),
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+
+
 def op_table(results: list[dict[str, Any]]) -> list[str]:
     """Return the times of an op, with columns for each baseline."""
     columns = op_columns(results)[1:]
@@ -247,7 +262,13 @@ def op_table(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-TABLES = {ROUND: round_table, REPLAY: replay_table, SERVER: server_table, ENGINES: engines_table}
+TABLES = {
+    ROUND: round_table,
+    REPLAY: replay_table,
+    SERVER: server_table,
+    ENGINES: engines_table,
+    HEADS: heads_lines,
+}
 
 
 def write_report(results: Path, page: Path) -> None:

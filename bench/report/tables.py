@@ -7,7 +7,9 @@ from typing import Any
 
 Line = dict[str, Any]
 
-ROUND, CALLS, ENGINES, SERVER, REPLAY = "round", "call_overhead", "engines", "server", "ngram_replay"  # values of `op`
+# Values of `op`.
+ROUND, CALLS, ENGINES, SERVER, REPLAY = "round", "call_overhead", "engines", "server", "ngram_replay"
+HEADS = "heads"
 
 BETWEEN = " between others us"  # the end of a column's name: of calls between a layer's other kernels
 COLUMNS = ["op", "size", "time us", BETWEEN.strip(), "p90 us", "host us", "floor us", "of floor", "inputs"]
@@ -186,6 +188,24 @@ def engine_row(line: Line) -> list[str]:
         return [*head, failure_text(line) or "skipped", "", ""]
     accept = f"{facts['accept_length']:.2f}" if "accept_length" in facts else ""
     return [*head, f"{facts['tokens_per_second']:.0f}", accept, f"{facts['start_seconds']:.0f}"]
+
+
+def heads_table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows of results of `heads`: a column for the accept length of each domain."""
+    domains = list(dict.fromkeys(domain for line in lines for domain in line["facts"]["accept_length"]))
+    rows = []
+    for line in lines:
+        facts = line["facts"]
+        lengths = [facts["accept_length"].get(domain) for domain in domains]
+        rows.append(
+            [
+                *(line["params"][name] for name in ("draft", "prompts")),
+                *map(number_text, lengths),
+                f"{facts['tokens_per_second']:.0f}",
+                f"{facts['equal_texts']} of {facts['texts']}",
+            ]
+        )
+    return ["draft", "prompts", *domains, "tokens/s", "texts equal"], rows
 
 
 def server_row(line: Line) -> list[str]:

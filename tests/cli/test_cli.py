@@ -612,7 +612,7 @@ def test_bench_table_marks_noise_with_a_star(capsys: Capture, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("width", [80, 100])
-@pytest.mark.parametrize("name", ["h200-verify", "h200-round-code"])
+@pytest.mark.parametrize("name", ["h200-verify", "h200-round-code", "h200-smollm2-heads"])
 def test_bench_table_shows_whole_numbers_on_narrow_terminals(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, width: int
 ) -> None:

@@ -167,7 +167,8 @@ def show(run: dict[str, Any]) -> None:
 
     kinds = {tables.ROUND: show_rounds, tables.ENGINES: show_engines, tables.SERVER: show_server}
     lines = run["results"]
-    for op, show_kind in {**kinds, tables.CALLS: show_calls, tables.REPLAY: show_replay}.items():
+    kinds |= {tables.CALLS: show_calls, tables.REPLAY: show_replay, tables.HEADS: show_heads}
+    for op, show_kind in kinds.items():
         if of_kind := [line for line in lines if line["op"] == op]:
             lines = [line for line in lines if line["op"] != op]
             show_kind(tables, of_kind, run)
@@ -231,3 +232,9 @@ def show_replay(tables: Any, lines: Sequence[dict[str, Any]], run: dict[str, Any
         for line in lines
     ]
     print_table(["text", "workload", "drafter", "drafts", "accepted", "drafted", "us"], rows, left=3)
+
+
+def show_heads(tables: Any, lines: Sequence[dict[str, Any]], run: dict[str, Any]) -> None:
+    """Print the results of `heads`."""
+    columns, rows = tables.heads_table(lines)
+    print_table(columns, rows, left=2, least=["texts equal"])
