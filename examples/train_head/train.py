@@ -2,8 +2,9 @@
 
     python examples/train_head/train.py TARGET text.npz OUT --seconds 240
 
-OUT gets `training.json`, `eagle3.safetensors` and `dspark.safetensors` (see `packed_heads.py`), and the folders
-`eagle3` and `dspark` in the published formats, which an engine loads. `--published` names another place for these two.
+OUT gets `training.json`, the packed heads `eagle3.safetensors` and `dspark.safetensors` (`pack_head` of
+`specdec_kernels.models.weights.packed_heads`), and the folders `eagle3` and `dspark` in the published formats, which an
+engine loads. `--published` names another place for these two.
 """
 
 import argparse
@@ -16,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from heads import DSpark, Eagle3, Head, Observed
-from packed_heads import pack_head, unpack_head
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+
+from specdec_kernels.models.weights.packed_heads import pack_head, unpack_head
 
 
 class Texts:

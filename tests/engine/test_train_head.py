@@ -1,4 +1,4 @@
-"""examples/train_head: prompts, packed heads, and heads that it trains for the tiny target."""
+"""examples/train_head: prompts, and heads that it trains for the tiny target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from specdec_kernels.tiny import tiny_model
 from support.tiny_checkpoint import held_out, tokenizer
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_head"
-CONFIG = {"vocab_size": 40, "hidden_size": 8}
 
 
 @pytest.fixture
@@ -34,53 +33,6 @@ def script(name: str, *arguments: object) -> str:
     """Run a script of the example and return what it prints."""
     command = [sys.executable, EXAMPLE / f"{name}.py", *arguments]
     return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
-
-
-def tensors() -> dict[str, torch.Tensor]:
-    rng = torch.Generator().manual_seed(0)
-    return {"fc.weight": torch.randn(6, 8, generator=rng), "norm.weight": torch.randn(8, generator=rng)}
-
-
-def test_a_packed_head_unpacks_within_the_rounding_of_8_bits(example: Any, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    packed, kept = example("packed_heads"), torch.tensor([1, 5, 6, 39])
-    head, lm_head = tensors(), torch.arange(320.0).view(40, 8)
-    head["fc.weight"][2] = 0  # a row without a scale of its own
-    packed.pack_head(CONFIG, head, kept, tmp_path / "head.safetensors")
-    packed.unpack_head(tmp_path / "head.safetensors", lm_head, tmp_path)
-    found = load_file(tmp_path / "model.safetensors")
-    half_a_step = head["fc.weight"].abs().amax(1, keepdim=True) / 254
-    assert bool(((found["fc.weight"] - head["fc.weight"]).abs() <= half_a_step * 1.001).all())
-    assert torch.equal(found["norm.weight"], head["norm.weight"])
-    assert torch.equal(found["lm_head.weight"], lm_head[kept])
-    assert (torch.arange(4) + found["d2t"]).tolist() == kept.tolist()
-    assert json.loads((tmp_path / "config.json").read_text()) == CONFIG | {"torch_dtype": "float32"}
-
-
-def test_what_cannot_be_packed_is_refused_by_name(example: Any, tmp_path: Path) -> None:
-    pack, kept, file = example("packed_heads").pack_head, torch.tensor([1, 5]), tmp_path / "head.safetensors"
-    with pytest.raises(ValueError, match="the ids of a draft vocabulary must increase"):
-        pack(CONFIG, tensors(), torch.tensor([5, 5]), file)
-    for name in ("lm_head.weight", "d2t", "fc.weight.scales"):
-        with pytest.raises(ValueError, match=f"{name} is not a tensor of a packed head"):
-            pack(CONFIG, {name: torch.ones(2, 8)}, kept, file)
-    for tensor in (torch.ones(2, 2, 2), torch.tensor([1.0, torch.nan])):
-        with pytest.raises(ValueError, match=r"fc\.weight is not a finite vector or matrix"):
-            pack(CONFIG, {"fc.weight": tensor}, kept, file)
-    assert not file.exists()
-
-
-def test_a_packed_head_of_another_target_is_refused(example: Any, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    packed, file = example("packed_heads"), tmp_path / "head.safetensors"
-    packed.pack_head(CONFIG, tensors(), torch.tensor([1, 5]), file)
-    with pytest.raises(ValueError, match=r"belongs to a target with an LM head \[40, 8\], not \[40, 16\]"):
-        packed.unpack_head(file, torch.ones(40, 16), tmp_path)
-    save_file(tensors(), file)
-    with pytest.raises(ValueError, match="is not a packed head"):
-        packed.unpack_head(file, torch.ones(40, 8), tmp_path)
 
 
 def test_held_out_prompts_are_about_nothing_that_training_prompts_are_about(example: Any) -> None:

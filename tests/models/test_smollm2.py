@@ -1,7 +1,8 @@
-"""SmolLM2-135M-Instruct: converted as transformers reads it, and every draft writes its own greedy text in float32."""
+"""SmolLM2-135M-Instruct: converted as transformers reads it; every draft, its own head too, writes its greedy text."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -12,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from specdec_kernels import cli, smollm2
+from specdec_kernels.cli import speculative_flags
 from specdec_kernels.cli.near_tie import difference
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone, Union
-from specdec_kernels.smollm2 import gguf_file, model_path, smollm2_model
+from specdec_kernels.models.weights.packed_heads import KEPT
+from specdec_kernels.smollm2 import gguf_file, head_file, model_path, smollm2_head, smollm2_model
 from specdec_kernels.tiny import tiny_model
 from support.server_thread import NAME, serving
 
@@ -54,8 +58,42 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_other_names_and_folders_are_left_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "smollm2").mkdir()
-    assert [model_path(name) for name in ("smollm2", "gpt2", "a/b")] == ["smollm2", "gpt2", "a/b"]
+    names = ["smollm2", "smollm2-eagle3", "gpt2", "a/b"]
+    for name in names[:2]:
+        (tmp_path / name).mkdir()
+    assert [model_path(name) for name in names] == names
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ([], "EAGLE3"),
+        (["--speculative-algorithm", "EAGLE3+NGRAM"], "EAGLE3+NGRAM"),
+        (["--speculative-algorithm", "NGRAM"], "NGRAM"),
+        (["--speculative-ngram-corpus", __file__], "NGRAM"),
+    ],
+    ids=["default", "union", "ngram", "corpus"],
+)
+def test_its_head_drafts_unless_flags_name_another_draft(
+    flags: list[str], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {"smollm2": tiny_model("target"), "smollm2-eagle3": tiny_model("eagle3")}
+    monkeypatch.setattr(speculative_flags, "model_path", lambda name: folders.get(str(name), name))
+    parser = argparse.ArgumentParser()
+    speculative_flags.add_arguments(parser)
+    parser.set_defaults(model="smollm2", device="cpu", tuning=None)
+    chosen = speculative_flags.choose(parser.parse_args(flags))
+    assert (chosen.model, chosen.algorithm) == (tiny_model("target"), wanted)
+
+
+def test_packaged_head_is_one_of_its_target_and_small() -> None:
+    with safe_open(head_file(), "pt") as opened:
+        config = json.loads(opened.metadata()["config"])
+        kept = opened.get_tensor(KEPT)
+    assert (config["architectures"], config["hidden_size"]) == (["LlamaForCausalLMEagle3"], 576)
+    assert (config["vocab_size"], config["draft_vocab_size"]) == (49152, len(kept))
+    assert bool((kept.diff() > 0).all()) and kept.min() >= 0 and kept.max() < 49152
+    assert head_file().stat().st_size <= 6e6
 
 
 @real
@@ -200,6 +238,52 @@ def test_every_draft_writes_the_text_of_transformers(
         assert max(output.stats.accept_length for output in outputs) > 1.5
 
 
+# Prompts about things that no prompt of the head's training was about.
+HELD_OUT = [
+    "Give me five tips about iron.",
+    "Explain China to a ten-year-old.",
+    "How does logic affect our everyday life?",
+    "Write a Python function `openfile(fname)`. Opens the file handle of file `fname`.",
+    "Write a Python function `countOf(a, b)`. Return the number of items in a which are, or which equal, b.",
+    "Write a Python function `ode_order(expr, func)`. Returns the order of a given differential equation with respect to "
+    "func.",
+]
+
+
+@real
+def test_packaged_head_keeps_the_text_of_held_out_prompts_and_is_accepted() -> None:
+    """In a chain and in a tree, and in a tree with as many nodes as the budget allots."""
+    texts: list[list[list[int]]] = []
+    lengths: list[float] = []
+    head, tree_size = smollm2_head(), {"topk": 4, "num_nodes": 9}
+    for draft, adaptive in (
+        (None, False),
+        (Eagle3(head, num_steps=5, topk=1), False),
+        (Eagle3(head, num_steps=5, **tree_size), False),
+        (Eagle3(head, num_steps=5, **tree_size), True),
+    ):
+        with Engine(
+            smollm2_model(), draft, device="cpu", dtype=torch.float32, max_len=320, num_slots=6, adaptive=adaptive
+        ) as engine:
+            chats = [engine.core.inputs.tokenize_chat([{"role": "user", "content": text}], {}) for text in HELD_OUT]
+            outputs = engine.generate(chats, GREEDY)
+        texts.append([output.tokens for output in outputs])
+        rounds = sum(output.stats.rounds for output in outputs)
+        lengths.append(sum(output.stats.rounds + output.stats.accepted for output in outputs) / rounds)
+    assert all(text == texts[0] for text in texts[1:])
+    _, chain, tree, _ = lengths
+    assert 2.2 < chain < tree
+
+
+@real
+def test_doctor_accepts_the_packaged_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts").write_text("\n\n".join(HELD_OUT))
+    options = ["--prompts", str(tmp_path / "prompts"), "--max-new-tokens", "32", "--device", "cpu", "--json"]
+    assert cli.main(["doctor", "smollm2", "--speculative-draft-model-path", "smollm2-eagle3", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["as_is"]["accept_length"] > 2 and found["cause"] is None, found
+
+
 @real
 def test_bfloat16_parts_from_it_by_rounding_alone(
     head: Path, prompts: list[list[int]], reference: list[list[int]]
@@ -273,7 +357,7 @@ def test_commands_take_its_name(
     with contextlib.suppress(SystemExit):
         assert cli.main([command, *arguments[command], "--device", "cpu"]) == 0
     out = capsys.readouterr().out
-    assert {"generate": "plain", "chat": "smollm2, NGRAM", "tune": "accept length"}[command] in out
+    assert {"generate": "EAGLE3 produced", "chat": "smollm2, EAGLE3", "tune": "accept length"}[command] in out
 
 
 @real

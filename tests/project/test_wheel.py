@@ -25,7 +25,7 @@ DEVELOPMENT_BUILD = Path("build") / ("dev-cpu" if HERE_CUDA == "OFF" else "dev")
 SYSTEM_LIBRARIES = {"libstdc++", "libm", "libgcc_s", "libc", "libpthread", "libdl", "librt", "ld-linux-x86-64"}
 
 
-# The title in THIRD_PARTY_NOTICES, by the folder that a header is included from; the runtime and models are no headers.
+# The title in THIRD_PARTY_NOTICES, by the folder that a header is included from; the runtime, models and heads are no headers.
 OF_OTHERS = {
     "cutlass": "CUTLASS and CuTe",
     "cute": "CUTLASS and CuTe",
@@ -36,6 +36,7 @@ OF_OTHERS = {
     "pybind11": "pybind11",
     "dlpack": "DLPack",
     "models": "Tiny models",
+    "smollm2": "A head for SmolLM2",
 }
 
 HERE = f"cp{sys.version_info[0]}{sys.version_info[1]}"
@@ -156,6 +157,7 @@ def test_wheel_contains_runtime_files(wheel: Path) -> None:
     expected += [f"bench/{path.relative_to(ROOT / 'bench')}" for path in (ROOT / "bench").rglob("*.py")]
     for model in ("target", "eagle3"):
         expected += [f"tiny_model/{model}/{path.name}" for path in (ROOT / "examples" / "tiny" / model).iterdir()]
+    expected += ["packaged_heads/smollm2/eagle3.safetensors"]
     assert {f"specdec_kernels/{name}" for name in expected} <= files(wheel)
     assert any(name.endswith("/licenses/LICENSE") for name in files(wheel))
 
@@ -175,7 +177,7 @@ def test_every_foreign_header_has_a_notice() -> None:
     included = {name for text in sources for name in re.findall(r"^#include <([^>]+)>", text, re.MULTILINE)}
     ours_or_toolchain = re.compile(r"[a-z_]+|sys/\w+\.h|(Python|poll|pthread|unistd|cuda(_\w+)?|cooperative_groups)\.h")
     foreign = {name.split("/")[0] for name in included if not ours_or_toolchain.fullmatch(name)}
-    assert foreign == OF_OTHERS.keys() - {"cudart", "models"}
+    assert foreign == OF_OTHERS.keys() - {"cudart", "models", "smollm2"}
 
 
 def test_wheel_contains_no_other_files(wheel: Path) -> None:
@@ -233,10 +235,14 @@ def test_specdec_info_works_where_nothing_else_is(python: Path) -> None:
     assert re.search(r"^select_topk +yes ", said, re.MULTILINE)
 
 
-def test_wheel_finds_tiny_models(python: Path) -> None:
-    program = "from specdec_kernels.tiny import tiny_model; print(*map(tiny_model, ('target', 'eagle3')))"
-    for folder in native_build.run([python, "-c", program], PYTHONPATH="").split():
-        assert Path(folder).is_relative_to(python.parents[1]) and (Path(folder) / "model.safetensors").exists()
+def test_wheel_finds_its_models(python: Path) -> None:
+    program = """
+from specdec_kernels.smollm2 import head_file
+from specdec_kernels.tiny import tiny_model
+print(*(tiny_model(name) / "model.safetensors" for name in ("target", "eagle3")), head_file())
+"""
+    for file in native_build.run([python, "-c", program], PYTHONPATH="").split():
+        assert Path(file).is_relative_to(python.parents[1]) and Path(file).exists()
 
 
 def test_ops_run_with_numpy_alone(python: Path, packages: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..smollm2 import model_path
+from ..smollm2 import HEAD_NAME, is_smollm2, model_path
 from .algorithms import ALGORITHMS, BLOCK_ALGORITHMS, IN_TARGET, MODEL_ALGORITHMS, algorithm_of, draft_class, one_of
 from .arguments import add_flag, add_model, model_of
 from .tuning_flags import apply_tuning
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=one_of(*ALGORITHMS),
         metavar="NAME",
         help=f"how to draft: {', '.join(ALGORITHMS)}, or a class of your own as module:Class (default: that of the "
-        "draft model, if one is given, else NGRAM; for the tiny model on a GPU EAGLE3)",
+        "draft model, if one is given, else NGRAM; for smollm2, and on a GPU for the tiny model, EAGLE3)",
     )
     add_draft_path(parser)
     parser.add_argument(
@@ -73,7 +73,8 @@ def add_draft_path(parser: argparse._ActionsContainer, *hidden: str) -> None:
         "--speculative-draft-model-path",
         *hidden,
         metavar="PATH",
-        help="EAGLE head, block drafter or small model; for MTP and DSPARK by default the target's own",
+        help="EAGLE head, block drafter or small model (smollm2-eagle3: the head for smollm2); for MTP and DSPARK by "
+        "default the target's own",
     )
 
 
@@ -134,7 +135,7 @@ class Chosen(NamedTuple):
 def choose(args: argparse.Namespace) -> Chosen:
     """Return what the flags ask for; without a target that is the tiny model, whose head drafts on a GPU.
 
-    The name "smollm2" stands for the model of that extra.
+    The name "smollm2" stands for the model of that extra, whose head drafts unless they name another draft.
 
     `args.tuning` fills what the flags leave open, and sets `args.model` to its target.
 
@@ -164,6 +165,8 @@ def choose(args: argparse.Namespace) -> Chosen:
         torch.set_num_threads(1)  # the model is too small to split: on a busy machine its threads wait for each other
     # On a CPU, a pass of a draft head costs a good part of the tiny model's own: the n-gram index is the faster draft.
     algorithm, head = args.speculative_algorithm, args.speculative_draft_model_path
+    if head is None and is_smollm2(args.model) and not args.speculative_ngram_corpus:
+        head = HEAD_NAME if algorithm is None or algorithm.startswith("EAGLE3") else None
     if algorithm is None and head is not None:
         algorithm = algorithm_of(local_folder(model_path(head), "--speculative-draft-model-path"))
     algorithm = algorithm or ("EAGLE3" if args.model is None and on_gpu else "NGRAM")
