@@ -64,7 +64,8 @@ def drafted(head: MtpHead, target: CausalLM) -> tuple[list[int], Tensor]:
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), rtol=0, atol=1e-3)
+    """Compare log-probabilities of a chain in float32: rounding, which differs between CPUs, grows with its depth."""
+    torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), rtol=0, atol=4e-3)
 
 
 @pytest.fixture(params=thinned(CASES, lambda name: name not in ("glm4_moe_lite", "hy_v3")))
@@ -155,7 +156,7 @@ def test_layer_of_8_bits_drafts_as_its_dequantized_weights(name: str, tmp_path: 
     )
     expected, theirs = drafted(head_of(folders[0], target), target)
     assert chain == expected
-    torch.testing.assert_close(logits, theirs)
+    torch.testing.assert_close(logits, theirs, rtol=0, atol=1e-4)  # 2e-5 on some CPUs, at logits up to 16
     rewrite(folders[1], lambda tensors: {key: t for key, t in tensors.items() if "q_b_proj.weight_scale" not in key})
     with pytest.raises(ValueError, match=r"has model\.layers\.2\.self_attn\.q_b_proj\.weight of torch\.float8_e4m3fn"):
         head_of(folders[1], target)
