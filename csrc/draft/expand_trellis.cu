@@ -77,7 +77,7 @@ struct Shared {
   float* rests;           // [depth]
   int32_t* tokens;        // [depth, k], of the target
 
-  __device__ Shared(unsigned char* memory, const ExpandTrellisParams& p, const TrellisRows& rows, bool sorted) {
+  __device__ Shared(unsigned char* memory, const TrellisRows& rows, bool sorted) {
     const int positions = (rows.depth + rows.stride - 1) / rows.stride, depth = rows.depth;
     const int num_rows = positions * rows.rows_per_position();
     costs = reinterpret_cast<float*>(memory);
@@ -307,9 +307,10 @@ __device__ int search_unsorted(const ExpandTrellisParams& p, const TrellisRows& 
   return count;
 }
 
-// Sort the row of which lanes of a warp have four candidates each, from c: equal costs go to the lower candidate.
-__device__ __forceinline__ void sort_row(const TrellisRows& rows, int row, int d, int of_position, int c,
-                                         const float4& costs, SortedChild* children) {
+// Sort a row whose candidates c to c + 3 this lane has; other lanes of the warp have the rest. Equal costs go to the
+// lower candidate.
+__device__ __forceinline__ void sort_row(const TrellisRows& rows, int row, int d, int c, const float4& costs,
+                                         SortedChild* children) {
   const uint32_t keys[kPerLane] = {float_bits(costs.x), float_bits(costs.y), float_bits(costs.z), float_bits(costs.w)};
   int ranks[kPerLane] = {};
 #pragma unroll
@@ -353,16 +354,15 @@ __global__ void __launch_bounds__(kThreads) expand_trellis_kernel(ExpandTrellisP
   const int block = kCluster ? static_cast<int>(Cluster::rank()) : 0;
   __shared__ Found<std::conditional_t<kSorted, SearchNode, UnsortedNode>, kSlots> found;
   const TrellisRows rows(p, block, blocks);
-  const Shared s(memory, p, rows, kSorted);
+  const Shared s(memory, rows, kSorted);
   const int64_t b = blockIdx.x / blocks;
 
   if (rows.moves) transitions<T>(p, b, rows, rows.depth, by_tiles, s.costs);
   read_unary(p, b, rows, s.unary, s.rests);
   __syncthreads();
-  normalise(p, rows, rows.depth, s.unary, s.rests, s.costs,
-            [&](int row, int d, int of_position, int c, const float4& costs) {
-              if constexpr (kSorted) sort_row(rows, row, d, of_position, c, costs, s.children);
-            });
+  normalise(p, rows, rows.depth, s.unary, s.rests, s.costs, [&](int row, int d, int c, const float4& costs) {
+    if constexpr (kSorted) sort_row(rows, row, d, c, costs, s.children);
+  });
   if (kSorted && threadIdx.x == 0) s.children[rows.depth * rows.rows_per_position() * rows.k] = {INFINITY, INFINITY, 0};
   if constexpr (kCluster)
     Cluster::sync();

@@ -237,7 +237,7 @@ __device__ __forceinline__ float4 step_costs(const ExpandTrellisParams& p, const
 }
 
 // Replace the transitions of positions first, first + stride, ... below `last` by costs; without transitions, write
-// costs [positions, pitch]. visit(row, d, of_position, c, costs) is called with the costs of candidates c to c + 3 of a
+// costs [positions, pitch]. visit(row, d, c, costs) is called with the costs of candidates c to c + 3 of a
 // row, by all lanes of a warp at once; d is -1 where a lane has none.
 template <class Visit>
 __device__ void normalise(const ExpandTrellisParams& p, const TrellisRows& rows, int last, const float* unary,
@@ -258,7 +258,7 @@ __device__ void normalise(const ExpandTrellisParams& p, const TrellisRows& rows,
     }
     const float4 cost = step_costs(p, rows, there ? d : 0, there ? rests[d] : 0.0f, of_unary, scores);
     if (there) *place = cost;
-    visit(row, there ? d : -1, of_position, c, cost);
+    visit(row, there ? d : -1, c, cost);
   }
 }
 
