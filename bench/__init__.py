@@ -6,6 +6,7 @@ engine/   rounds of the engine, forward passes, drafts of the n-gram index on a 
 compare/  this engine, SGLang and vLLM on the same checkpoints
 server/   a server and the engine that it serves
 report/   records, tables, plots, and the page of benchmarks
+sizes.py  chains and trees by name and number of tokens, for engine/ and compare/
 
 The command line loads these modules lazily; none of them imports it.
 """

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
@@ -72,6 +72,7 @@ from ..ops.ceilings import Ceilings
 from ..ops.harness import Result
 from ..ops.stored_weights import store_layers
 from ..ops.timing import times_of
+from ..sizes import setting_of
 from .kernels import RoundProfile, profile_rounds
 
 NAME = "round"
@@ -137,11 +138,7 @@ ALGORITHMS = {
 
 def drafting_of(algorithm: str) -> Drafting:
     """Return one of `ALGORITHMS`, or a chain or tree with a number of nodes, `chain4`, `mtp_tree8`, `dspark_tree16`."""
-    if algorithm in ALGORITHMS:
-        return ALGORITHMS[algorithm]
-    name = algorithm.rstrip("0123456789")
-    d, num_nodes = ALGORITHMS[name], int(algorithm[len(name) :])
-    return replace(d, num_nodes=num_nodes, num_steps=num_nodes - 1 if d.topk == 1 else d.num_steps)
+    return setting_of(ALGORITHMS, algorithm)
 
 
 def own_drafting(name: str, shape: str, own_class: Any, make: Callable[[Any], Draft], checkpoint: Any) -> Drafting:

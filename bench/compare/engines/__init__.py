@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from importlib.metadata import distributions
 from typing import Any, Protocol
 from urllib.parse import unquote
+
+from ...sizes import setting_of
 
 # Engines by name, and the package that each needs.
 PACKAGES = {
@@ -64,11 +66,7 @@ BLOCK_DRAFTERS = "dspark", "dflash"
 
 def algorithm_of(name: str) -> Algorithm:
     """Return one of `ALGORITHMS`, or a chain or tree with a number of tokens, `chain4`, `mtp_chain6`, `tree16`."""
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-    kind = name.rstrip("0123456789")
-    a, num_nodes = ALGORITHMS[kind], int(name[len(kind) :])
-    return replace(a, num_nodes=num_nodes, num_steps=num_nodes - 1 if a.topk == 1 else a.num_steps)
+    return setting_of(ALGORITHMS, name)
 
 
 FOLDERS = {"eagle3": "head", "dspark": "dspark", "dflash": "dflash"}  # of drafts beside the target
