@@ -83,17 +83,18 @@ def synthetic_block(
     embedding, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     mask_token = int(text.other_order[-1])
     entries = block_config(config, kind, rows, num_layers, mask_token, rank)
-    with torch.device("cpu"):  # same random numbers for every device
-        generator = torch.Generator().manual_seed(seed)
-        tensors = {
-            key: torch.ones(shape) if len(shape) == 1 else noise(shape, generator)
-            for key, shape in shapes_of(entries, kind).items()
-        }
+    # A billion random numbers take a GPU milliseconds and a CPU ten seconds. The maps are the same on every device.
+    device, generator = embedding.device, torch.Generator().manual_seed(seed)
+    of_noise = torch.Generator(device).manual_seed(seed)
+    tensors = {
+        key: torch.ones(shape, device=device) if len(shape) == 1 else noise(shape, of_noise)
+        for key, shape in shapes_of(entries, kind).items()
+    }
     words, mask = embedding[text.order.to(embedding.device)].double().cpu(), embedding[mask_token].double().cpu()
     num_features = tensors["fc.weight"].shape[1] // len(mask)
     # Features are the token's embedding, once for each layer: their product with this row is 1.
     row = map_from(words, words.new_ones(len(words), 1))[0] / num_features
-    tensors["fc.weight"] += torch.outer(mask, row.repeat(num_features)).float()
+    tensors["fc.weight"] += torch.outer(mask, row.repeat(num_features)).to(tensors["fc.weight"])
     states = draft_states(head, text, acceptance).cpu()
     if kind == "dflash":  # a row predicts its own position
         states = states.roll(1, 0)
@@ -110,13 +111,13 @@ def synthetic_block(
             added = words.roll(-distance, 0) - mask
         elif index == doublings:
             added = states - words
-        tensors[layer + "v_proj.weight"] += projection.float()
+        tensors[layer + "v_proj.weight"] += projection.to(tensors["fc.weight"])
         if added is not None:
             elements = torch.arange(kv_heads * dim)
             group = heads // kv_heads
             columns = (elements // dim * group * dim + elements % dim)[:, None] + torch.arange(group) * dim
             each = (map_from(values, added) / group)[:, :, None].expand(-1, -1, group)
-            tensors[layer + "o_proj.weight"][:, columns] += each.float()
+            tensors[layer + "o_proj.weight"][:, columns.to(device)] += each.to(tensors["fc.weight"])
         count, angles = len(frequencies), frequencies * distance
         query, key = torch.zeros(2, dim)
         query[:count], query[dim // 2 : dim // 2 + count] = angles.cos(), -angles.sin()
@@ -126,12 +127,13 @@ def synthetic_block(
         tensors[layer + "o_proj.bias"] = torch.zeros(len(mask))
         for part in "qk":
             tensors[f"{layer}{part}_norm.weight"].fill_((sharpness / dim**0.5) ** 0.5)
-    return entries, {key: tensor.to(embedding.dtype).contiguous() for key, tensor in tensors.items()}
+    return entries, {key: tensor.to(embedding).contiguous() for key, tensor in tensors.items()}
 
 
 def noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return a weight that adds little to an output."""
-    return torch.randn(shape, generator=generator) * (NOISE / math.sqrt(shape[-1]))
+    """Return a weight that adds little to an output, on the generator's device."""
+    weight = torch.empty(shape, device=generator.device)
+    return weight.normal_(0, NOISE / math.sqrt(shape[-1]), generator=generator)
 
 
 def block_config(
