@@ -4,7 +4,8 @@ Tokens are timed as the callback of `Engine.generate` receives them. Only rounds
 counted; the whole run, from the call to its end, is reported as well.
 
 A synthetic text has easy and hard stretches, so requests differ. If a batch is small, several batches run one after
-another, each from other places of the text, until `REQUESTS` requests have run.
+another, each from other places of the text, until `REQUESTS` requests have run, or until they have written as much as
+the whole text, which is short where a block drafter drafts.
 
 Host times are means over all rounds of the run, including those in which requests join and leave. `host us` is the time
 of the loop's thread in its turns, without waiting for the device (`wait us`) and launching prefill: it launches rounds,
@@ -18,15 +19,14 @@ import gc
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from itertools import chain
 from pathlib import Path
 from statistics import median, quantiles
-from tempfile import TemporaryDirectory, mkdtemp
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from specdec_kernels.models.families import family_of, kv_numbers
 from specdec_kernels.models.heads.base import DraftHead
 from specdec_kernels.models.heads.block import BlockHead
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
+from specdec_kernels.models.heads.loading import load_checkpoint
 from specdec_kernels.models.heads.mtp import MtpHead, config_of_layers
 from specdec_kernels.models.layers.moe import QuantizedExperts
 from specdec_kernels.models.layers.quantized import QuantizedLinear
@@ -305,6 +306,14 @@ class RoundClock:
         }
 
 
+class SharedParts(NamedTuple):
+    """What a block drafter shares of the target."""
+
+    config: Any
+    embedding: nn.Embedding
+    lm_head: nn.Linear
+
+
 class SyntheticModels:
     """A text, a target that continues it, and drafts for it.
 
@@ -319,8 +328,6 @@ class SyntheticModels:
         if setup.weights is not None:
             store_layers(self.target, setup.weights)
         self._draft: tuple[Any, Any] = None, None
-        self._folder = TemporaryDirectory(prefix="specdec-bench-")  # of block drafters
-        weakref.finalize(self, self._folder.cleanup)
 
     def _text_of(self, setup: Setup) -> SyntheticText:
         length = block_text_length(self._config) if setup.drafting.block_size else draft_vocab_of(self._config)
@@ -334,10 +341,7 @@ class SyntheticModels:
             write_text(self.target, text)
 
     def draft(self, setup: Setup) -> Any:
-        """Return a draft model of the setup's kind and acceptance; the last one is cached.
-
-        A block drafter's is a folder, as long as this object lives.
-        """
+        """Return a draft model of the setup's kind and acceptance; the last one is cached."""
         kind = setup.drafting.kind
         if kind is None:
             return None
@@ -356,7 +360,11 @@ class SyntheticModels:
             parts = synthetic_block(
                 self.target, self.text, setup.acceptance, BLOCK_KINDS[kind], **sizes, rank=MARKOV_RANK
             )
-            return save_block_drafter(*parts, Path(mkdtemp(dir=self._folder.name)))
+            shared = SharedParts(
+                self.target.config, self.target.get_input_embeddings(), self.target.get_output_embeddings()
+            )
+            with TemporaryDirectory(prefix="specdec-bench-") as folder:
+                return load_checkpoint(kind.kind, save_block_drafter(*parts, Path(folder)), shared)
         small = standalone_config(setup.shape)
         return synthetic_causal_lm(small, self.text, acceptance=setup.acceptance, **self._place)
 
@@ -397,7 +405,7 @@ class Bench:
         if by_itself:
             self.engine.core.forget_texts()  # of the warm-up and of other batch sizes
         requests_differ = drafts and (by_itself or isinstance(setup.acceptance, PublishedAcceptance))
-        waves = -(-REQUESTS // batch) if requests_differ else 1
+        waves = self.waves(batch) if requests_differ else 1
         before, clocks = self.engine.stats(), []
         with nothing_collected():
             for wave in range(waves):
@@ -448,6 +456,11 @@ class Bench:
             facts={name: round(value, 4) for name, value in facts.items()} | {"nodes": nodes_text(shares)},
             profile=self.profile(batch),
         )
+
+    def waves(self, batch: int) -> int:
+        """Return the batches after which `REQUESTS` requests have run, or all of a text that is shorter than theirs."""
+        whole_text = -(-len(self.text.order) // (batch * self.setup.output))
+        return min(-(-REQUESTS // batch), whole_text)
 
     def profile(self, batch: int) -> RoundProfile | None:
         """Return the kernels of the most common round of a batch, if the setup asks for them."""

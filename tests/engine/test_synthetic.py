@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,20 @@ def test_rounds_of_draft_weights_in_8_bits_read_half_of_their_bytes(tmp_path: Pa
     assert own < 0.3 * head and all_own == own  # elements of one byte in place of four, and their scales
     drafter, own, whole = (size - target for size in sizes[3:])
     assert whole < 0.3 * drafter < own  # its LM head is the target's
+
+
+def test_bench_of_a_block_drafter_shares_it_and_ends_after_the_whole_text() -> None:
+    setup = rounds.Setup("tiny", rounds.drafting_of("dspark_chain"), EvenAcceptance(3.5), 32, 40, CPU, torch.float32)
+    models = rounds.SyntheticModels(setup)
+    stored = [replace(setup, draft_weights=weights) for weights in ("fp8-head", None)]
+    assert models.draft(stored[0]) is models.draft(stored[1])
+    for each in stored:  # in this order: what one engine quantizes is not the other's
+        bench = rounds.Bench(each, 2, models)
+        assert len(bench.text.order) == 64 and [bench.waves(batch) for batch in (1, 2)] == [2, 1]
+        assert bench.generate(2, 0, 40, None) is None
+        bench.engine.close()
+    head = rounds.Bench(replace(setup, drafting=rounds.drafting_of("chain")), 1)
+    assert len(head.text.order) == 1024 and head.waves(1) == rounds.REQUESTS
 
 
 @pytest.mark.exhaustive

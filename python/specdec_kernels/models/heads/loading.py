@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -23,6 +23,19 @@ from .checkpoint import LATENT, HeadCheckpoint, OpenCheckpoint, target_ids
 
 H = TypeVar("H", bound=DraftHead)
 PLAIN = HeadStorage()
+
+
+class SharingTarget(Protocol):
+    """What a head's checkpoint is checked against, and may share."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def embedding(self) -> nn.Embedding: ...
+
+    @property
+    def lm_head(self) -> nn.Linear: ...
 
 
 def open_checkpoint(kind: type[DraftHead], head: str | Path | HeadCheckpoint) -> OpenCheckpoint:
@@ -116,7 +129,7 @@ def load_head(
     return head
 
 
-def load_checkpoint(kind: type[H], source: str | Path | HeadCheckpoint, target: LanguageModel) -> H:
+def load_checkpoint(kind: type[H], source: str | Path | HeadCheckpoint, target: SharingTarget) -> H:
     """Return a head with the tensors of a checkpoint; see `load_head`."""
     checkpoint = open_checkpoint(kind, source)
     name, config = checkpoint.name, checkpoint.config()
@@ -156,7 +169,7 @@ def load_checkpoint(kind: type[H], source: str | Path | HeadCheckpoint, target: 
     return head
 
 
-def check_head(kind: type[DraftHead], config: Any, tensors: Mapping[str, Tensor], target: LanguageModel) -> None:
+def check_head(kind: type[DraftHead], config: Any, tensors: Mapping[str, Tensor], target: SharingTarget) -> None:
     """Refuse a head that our layers cannot express, or that does not fit the target.
 
     Raises:
