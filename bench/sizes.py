@@ -1,4 +1,4 @@
-"""Settings of benchmarks by name, and chains and trees by name and number of tokens."""
+"""Settings of benchmarks by name, chains and trees by name and number of tokens, and unions with the n-gram index."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-Setting = TypeVar("Setting")  # a dataclass with `num_steps`, `topk` and `num_nodes`
+Setting = TypeVar("Setting")  # a dataclass with `num_steps`, `topk`, `num_nodes` and `with_ngrams`
+WITH_NGRAMS = "+ngram"
 
 
 def setting_of(known: Mapping[str, Setting], name: str) -> Setting:
-    """Return a known setting, or a known chain or tree with another number of tokens: `chain4`, `mtp_tree8`."""
+    """Return a known setting, or a known chain or tree with another number of tokens: `chain4`, `mtp_tree8`.
+
+    With `+ngram` at the end it is a union with the n-gram index.
+    """
+    if name.endswith(WITH_NGRAMS):
+        union: Any = setting_of(known, name.removesuffix(WITH_NGRAMS))
+        return replace(union, with_ngrams=True)
     if name in known:
         return known[name]
     kind = name.rstrip("0123456789")

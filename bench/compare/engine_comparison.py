@@ -7,6 +7,8 @@ a short one. Small batches run several times, from different places of the text.
 
 N-gram drafts are found in the prompts, which quote what will be written: passages of 4 to 24 tokens, separated by
 1 to 4 other tokens. No piece of text that counts is written twice, so no engine finds there what it wrote before.
+Prompts for a union of a model and the n-gram index quote the text that the model drafts, and the index finds what a
+request's own prompt has, alone.
 
 A block drafter, DSpark's or DFlash's, drafts seven tokens in one pass, with the acceptance of its published kind. Its
 text is as short as `block_text_length` says.
@@ -39,6 +41,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from specdec_kernels.models.weights.mtp_layouts import NEXTN, QWEN
 from specdec_kernels.synthetic.acceptance import PublishedAcceptance
@@ -208,8 +211,10 @@ def runs_of_batches(c: Comparison, text: SyntheticText, algorithm: str) -> list[
     Raises:
         ValueError: the text has too few tokens for all pieces.
     """
-    if algorithm_of(algorithm).drafter != "ngram":
-        return [[waves_of(text, batch, c.input, c.output)] * (1 + 2 * c.repeats) for batch in c.batches]
+    a = algorithm_of(algorithm)
+    if a.drafter != "ngram":
+        waves = [waves_of(text, batch, c.input, c.output, quoted=a.is_quoted) for batch in c.batches]
+        return [[each] * (1 + 2 * c.repeats) for each in waves]
     starts, lengths = [starts_of(text, batch) for batch in c.batches], [c.short, c.output] * c.repeats
     wanted = sum(len(wave) * (LEAD + length) for waves in starts for wave in waves for length in lengths)
     if wanted > len(text.other_order):
@@ -220,27 +225,35 @@ def runs_of_batches(c: Comparison, text: SyntheticText, algorithm: str) -> list[
     rest, longest = iter(text.other_tokens(0, wanted)), LEAD + c.output
     found = []
     for waves in starts:
-        first = [[quoting(text, text.tokens(at, longest), c.input) for at in wave] for wave in waves]
+        first = [[quoting(text.tokens(at, longest), c.input, text.order) for at in wave] for wave in waves]
         others = [
-            [[quoting(text, list(islice(rest, LEAD + length)), c.input) for _ in wave] for wave in waves]
+            [[quoting(list(islice(rest, LEAD + length)), c.input, text.order) for _ in wave] for wave in waves]
             for length in lengths
         ]
         found.append([first, *others])
     return found
 
 
-def waves_of(text: SyntheticText, batch: int, prompt: int, output: int) -> Waves:
-    """Return requests from places all over the text."""
+def waves_of(text: SyntheticText, batch: int, prompt: int, output: int, *, quoted: bool = False) -> Waves:
+    """Return requests from places all over the text, whose prompts may quote what follows."""
+    if quoted:
+        return [
+            [quoting(text.tokens(at, LEAD + output), prompt, text.other_order) for at in wave]
+            for wave in starts_of(text, batch)
+        ]
     return [
         [Request(text.tokens(at, prompt), text.tokens(at + prompt, output)) for at in wave]
         for wave in starts_of(text, batch)
     ]
 
 
-def quoting(text: SyntheticText, piece: list[int], length: int) -> Request:
-    """Return a request whose prompt has `length` tokens: quotes of the answer, then the piece's first tokens."""
+def quoting(piece: list[int], length: int, order: Tensor) -> Request:
+    """Return a request whose prompt has `length` tokens: quotes of the answer, then the piece's first tokens.
+
+    Between quotes are tokens of `order`, a text without the piece.
+    """
     draw, answer, quotes = Random(piece[0]), piece[LEAD:], []
-    others = (text.tokens(at, 1)[0] for at in count(draw.randrange(len(text.order))))  # tokens of no answer
+    others = (int(order[at % len(order)]) for at in count(draw.randrange(len(order))))
     at = 0
     while at < len(answer) and len(quotes) < length:
         passage, between = draw.randint(*PASSAGE), draw.randint(*BETWEEN)
@@ -309,8 +322,9 @@ def run_engine(
         found = json.loads(target.read_text()) if target.exists() else {"batches": []}
     measured = {line["batch"]: line for line in found.pop("batches")}
     results = []
-    drafter = algorithm_of(algorithm).drafter
-    accept = QUOTES if drafter == "ngram" else c.acceptance_of(drafter).name
+    a = algorithm_of(algorithm)
+    names = [] if a.drafter == "ngram" else [c.acceptance_of(a.drafter).name]
+    accept = ", ".join([*names, *[QUOTES] * a.is_quoted])
     for batch, runs in zip(c.batches, batches, strict=True):
         params = {
             "engine": engine, "algorithm": algorithm, "batch": batch, **steps_of(algorithm), "shape": c.shape,

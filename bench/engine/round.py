@@ -7,6 +7,9 @@ A synthetic text has easy and hard stretches, so requests differ. If a batch is 
 another, each from other places of the text, until `REQUESTS` requests have run, or until they have written as much as
 the whole text, which is short where a block drafter drafts.
 
+A union with the n-gram index costs what it costs, and accepts what its model does: no request's text repeats what is
+drafted.
+
 Host times are means over all rounds of the run, including those in which requests join and leave. `host us` is the time
 of the loop's thread in its turns, without waiting for the device (`wait us`) and launching prefill: it launches rounds,
 reads results, assigns and frees slots. A launch that waits for room in the device's queue counts as work, polling as
@@ -21,8 +24,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
-from itertools import chain
+from dataclasses import astuple, dataclass, field, replace
+from itertools import chain, count
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -32,7 +35,19 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from specdec_kernels.engine import MTP, DFlash, Draft, DSpark, Eagle3, Engine, NewTokens, SamplingParams, Standalone
+from specdec_kernels.engine import (
+    MTP,
+    DFlash,
+    Draft,
+    DSpark,
+    Eagle3,
+    Engine,
+    NewTokens,
+    Ngram,
+    SamplingParams,
+    Standalone,
+    Union,
+)
 from specdec_kernels.engine.device.round import most_nodes
 from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.engine.drafts.block import DEFAULT_NUM_NODES as BLOCK_NODES
@@ -73,7 +88,7 @@ from ..ops.ceilings import Ceilings
 from ..ops.harness import Result
 from ..ops.stored_weights import store_layers
 from ..ops.timing import times_of
-from ..sizes import setting_of
+from ..sizes import WITH_NGRAMS, setting_of
 from .kernels import RoundProfile, profile_rounds
 
 NAME = "round"
@@ -100,6 +115,7 @@ class Drafting:
     adaptive: bool = False  # choose the number of nodes in each round
     make: Callable[[Any], Draft] | None = None  # of a class of one's own, from the model of `kind`, else from None
     scratch_rows: int = 0  # KV rows that it writes after the committed ones
+    with_ngrams: bool = False  # in a union with the n-gram index
 
     @property
     def accepts_by_itself(self) -> bool:
@@ -138,8 +154,12 @@ ALGORITHMS = {
 
 
 def drafting_of(algorithm: str) -> Drafting:
-    """Return one of `ALGORITHMS`, or a chain or tree with a number of nodes, `chain4`, `mtp_tree8`, `dspark_tree16`."""
-    return setting_of(ALGORITHMS, algorithm)
+    """Return one of `ALGORITHMS`, or a chain or tree with a number of nodes, `chain4`, `mtp_tree8`, `dspark_tree16`.
+
+    With `+ngram` at the end it is a union with the n-gram index.
+    """
+    drafting = setting_of(ALGORITHMS, algorithm)
+    return replace(drafting, name=drafting.name + WITH_NGRAMS) if drafting.with_ngrams else drafting
 
 
 def own_drafting(name: str, shape: str, own_class: Any, make: Callable[[Any], Draft], checkpoint: Any) -> Drafting:
@@ -392,8 +412,10 @@ class Bench:
             tp=setup.shard.size,
             custom_all_reduce=setup.custom_all_reduce,
         )
+        self._groups = count(1)
         if setup.drafting.block_size or setup.draft_weights is not None:
-            self.draft = self.engine.draft.loaded  # as it is stored
+            draft = self.engine.draft.first if setup.drafting.with_ngrams else self.engine.draft
+            self.draft = draft.loaded  # as it is stored
 
     def measure(self, batch: int, ceilings: Ceilings) -> Result:
         """Measure a batch size."""
@@ -473,13 +495,12 @@ class Bench:
 
         Each wave's pieces are from the middle of the longest stretches that earlier waves left out.
         """
-        length, count = self.setup.input, len(self.text.order)
-        at = [int(count * (i + GOLDEN * wave % 1) / batch) for i in range(batch)]
-        results = self.engine.generate(
-            [self.text.tokens(start, length) for start in at],
-            SamplingParams(max_new_tokens=output, ignore_eos=True),
-            on_tokens=on_tokens,
-        )
+        length, whole = self.setup.input, len(self.text.order)
+        at = [int(whole * (i + GOLDEN * wave % 1) / batch) for i in range(batch)]
+        # The n-gram index of a union finds nothing: a request knows its own text alone, which repeats late or never.
+        groups = [next(self._groups) if self.setup.drafting.with_ngrams else 0 for _ in at]
+        params = [SamplingParams(max_new_tokens=output, ignore_eos=True, ngram_group=group) for group in groups]
+        results = self.engine.generate([self.text.tokens(start, length) for start in at], params, on_tokens=on_tokens)
         for start, result in zip(at, results, strict=True):
             expected = self.text.tokens(start + length, len(result.tokens))
             if result.tokens != expected:
@@ -614,7 +635,8 @@ def draft_of(setup: Setup, model: Any) -> Draft | None:
     if d.kind is None:
         return None
     options: dict[str, Any] = {} if setup.draft_weights is None else {"draft_weights": setup.draft_weights}
-    return d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes, **options)
+    draft = d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes, **options)
+    return Union(draft, Ngram(num_nodes=d.num_nodes), num_nodes=d.num_nodes) if d.with_ngrams else draft
 
 
 @dataclass(frozen=True)

@@ -330,12 +330,41 @@ def test_bench_engines_drafts_with_block_drafters_in_folders_of_their_own(tmp_pa
     assert not (out / "head").exists() and not (out / "dflash").exists()
 
 
+@pytest.mark.exhaustive
+def test_bench_engines_of_a_union_accepts_more_of_quoting_prompts(tmp_path: Path) -> None:
+    """In chains of 8 the index alone accepts what prompts quote, and the union what either drafts."""
+    file, out = tmp_path / "run.json", tmp_path / "checkpoints"
+    options = ["--acceptance", "chat", "--out", str(out), "--batch", "2", "--engines", "ours", "--output", "60"]
+    assert bench_engines(*options, "--algorithm", "dspark_tree16,dspark_tree16+ngram", "--json", str(file)) == 0
+    tree, union = json.loads(file.read_text())["results"]
+    assert [r["params"]["algorithm"] for r in (tree, union)] == ["dspark_tree16", "dspark_tree16+ngram"]
+    assert union["params"]["accept"] == "chat dspark, quotes of 4 to 24" and union["error"] is None
+    assert union["facts"]["accept_length"] > tree["facts"]["accept_length"] + 0.3
+
+
+def test_unions_are_ours_alone_and_their_prompts_quote_the_drafted_text() -> None:
+    engines = pytest.importorskip("specdec_kernels.bench.compare.engines")
+    union = engines.algorithm_of("dspark_tree16+ngram")
+    assert (union.drafter, union.num_nodes, union.with_ngrams, union.is_quoted) == ("dspark", 16, True, True)
+    assert engines.can_run("ours", union) and not engines.algorithm_of("dspark_tree16").is_quoted
+    for engine in ("sglang", "sglang_plugin", "vllm", "vllm_plugin"):
+        assert not engines.can_run(engine, engines.algorithm_of("chain+ngram"))
+    c = comparison("--shape", "tiny", "--acceptance", "chat", "--out", "x", "--batch", "2", "--output", "30")
+    (of_batch,) = engine_comparison.runs_of_batches(c, c.text, "tree+ngram")
+    requests = [request for wave in of_batch[0] for request in wave]
+    assert len(of_batch) == 3 and len(requests) == 4
+    for request in requests:
+        start = c.text.order.tolist().index(request.prompt[-1]) + 1
+        assert request.answer == c.text.tokens(start, 30) and len(request.prompt) == c.input
+        assert set(request.answer[:10]) & set(request.prompt)
+
+
 def test_quoting_prompts_quote_the_answer() -> None:
     config = shape_config("tiny")
     text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
     piece = text.other_tokens(100, 8 + 60)
     for length in (5, 8, 40, 100, 300):
-        request = engine_comparison.quoting(text, piece, length)
+        request = engine_comparison.quoting(piece, length, text.order)
         assert len(request.prompt) == length and request.answer == piece[8:]
         lead = min(8, length)
         assert request.prompt[-lead:] == piece[8 - lead : 8]
@@ -343,7 +372,7 @@ def test_quoting_prompts_quote_the_answer() -> None:
         assert quoted == sorted(quoted, key=piece.index) and set(quoted) <= set(request.answer)
         if length >= 100:
             assert 0.6 * 60 < len(quoted) < 60  # the rest is between the quotes
-    assert engine_comparison.quoting(text, piece, 90) == engine_comparison.quoting(text, piece, 90)
+    assert engine_comparison.quoting(piece, 90, text.order) == engine_comparison.quoting(piece, 90, text.order)
 
 
 def test_runs_of_batches_use_no_ngram_text_twice() -> None:

@@ -472,8 +472,10 @@ def test_bench_names_a_size_that_cannot_run(capsys: Capture, arguments: list[str
         (
             ["--algorithm", "tree0"],
             "argument --algorithm: 'tree0' is not one of none, chain, tree, mtp_chain, mtp_tree, mtp_adaptive, standalone, "
-            "dspark_chain, dspark_tree, dspark_adaptive, dflash_chain, dflash_tree, adaptive, nor chain or tree with a number",
+            "dspark_chain, dspark_tree, dspark_adaptive, dflash_chain, dflash_tree, adaptive, nor chain or tree with a number, "
+            "nor one with +ngram",
         ),
+        (["--algorithm", "standalone+ngram"], "argument --algorithm: 'standalone+ngram' is not one of none, chain"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -20,12 +20,13 @@ from transformers import LlamaConfig
 from specdec_kernels import cli
 from specdec_kernels.cli import doctor_examine, doctor_shifts
 from specdec_kernels.cli.doctor_examine import compared
-from specdec_kernels.cli.doctor_measure import Acceptance, Recorder, count, measure, record, write_texts
+from specdec_kernels.cli.doctor_measure import Acceptance, Recorder, count, measure, record, right_in, write_texts
 from specdec_kernels.cli.doctor_shifts import Head, Shift, norm_shifts, rotated_queries
 from specdec_kernels.cli.prompts import BUILT_IN, read_prompts
 from specdec_kernels.engine import Eagle3, Engine, SamplingParams
 from specdec_kernels.models.heads.eagle import EagleHead
 from specdec_kernels.models.weights.checkpoint import load_tensors
+from specdec_kernels.ops import Tree
 from specdec_kernels.tiny import tiny_model
 from support.tiny_checkpoint import HELD_OUT, held_out
 
@@ -98,6 +99,38 @@ def test_doctor_finds_nothing_in_a_healthy_head(diagnosed: Any, healthy: float) 
     assert found["verdict"].endswith(f"The draft's own top-1 agreement with the target is {top1:.1%}.")
     tried = {shift["input"] for shift in found["shifts"]}
     assert tried == {"feature layers", "position offset", "norm", "template", "vocabulary map"}
+
+
+def test_doctor_of_a_union_measures_both_parts(diagnosed: Any, healthy: float, capsys: Capture, prompts: Path) -> None:
+    """The union's trees hold the chains of both, so it accepts what the better one of both does."""
+    code, found = diagnosed(TARGET, HEAD, "--algorithm", "eagle3+ngram")
+    assert (code, found["algorithm"], found["cause"]) == (0, "EAGLE3+NGRAM", None)
+    assert found["as_is"]["accept_length"] == healthy
+    index, union = found["parts"]
+    assert [(part["name"], part["num_nodes"]) for part in (index, union)] == [("NGRAM", 4), ("EAGLE3+NGRAM", 7)]
+    assert 1 < index["accept_length"] < union["accept_length"] and index["gain"] is None
+    gain = union["gain"]
+    assert gain["mean"] == pytest.approx(union["accept_length"] - healthy) and gain["low"] <= gain["mean"]
+    head, both = (part["acceptance_by_depth"][0] for part in (found["as_is"], union))
+    assert both >= max(head, index["acceptance_by_depth"][0])
+    assert "The n-gram index adds " in found["verdict"]
+    arguments = ["--prompts", str(prompts), *SMALL, "--device", "cpu", "--algorithm", "eagle3+ngram"]
+    assert cli.main(["doctor", str(TARGET), "--draft", str(HEAD), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert f"NGRAM, 4 nodes: the accept length is {index['accept_length']:.2f}\n" in printed
+    assert f"EAGLE3+NGRAM, 7 nodes: the accept length is {union['accept_length']:.2f}: a gain of " in printed
+
+
+def test_right_in_counts_the_longest_path_that_equals_the_text() -> None:
+    """Two trees: one whose right path is not its first, one with a wrong root's child and unused nodes."""
+    tokens = torch.tensor([[9, 5, 6, 7, 8, 4], [9, 3, 6, 6, 6, 6]], dtype=torch.int32)
+    parents = torch.tensor([[-1, 0, 0, 2, 3, 1], [-1, 0, 1, 2, 3, 4]], dtype=torch.int32)
+    depths = torch.tensor([[0, 1, 1, 2, 3, 2], [0, 1, 2, 3, 4, 5]], dtype=torch.int32)
+    count = torch.tensor([6, 2], dtype=torch.int32)
+    tree = Tree(tokens, parents, 40 + depths, tokens, tokens, tokens.long()[..., None], count)
+    assert right_in(tree, torch.tensor([[6, 7, 1], [3, 6, 6]])).tolist() == [2, 1]
+    assert right_in(tree, torch.tensor([[1, 7, 1], [6, 6, 6]])).tolist() == [0, 0]
+    assert right_in(tree, torch.tensor([[6, 7, 8], [3, 6, 6]])).tolist() == [3, 1]
 
 
 @pytest.mark.exhaustive

@@ -12,8 +12,8 @@ import torch
 
 from specdec_kernels import cli
 from specdec_kernels.cli import engine_flags, tune_measure
-from specdec_kernels.cli.tune_measure import Measured, Options, Row, of_blocks, options_of, timed
-from specdec_kernels.engine import Eagle3, Engine, Ngram, SamplingParams
+from specdec_kernels.cli.tune_measure import Measured, Options, Row, of_blocks, of_unions, options_of, timed
+from specdec_kernels.engine import Eagle3, Engine, Ngram, SamplingParams, Union
 from specdec_kernels.engine.tuning import SCHEMA
 from specdec_kernels.models.weights.model_config import config_of
 from specdec_kernels.synthetic.block import block_config, save_block_drafter, shapes_of
@@ -48,6 +48,14 @@ def test_of_blocks_lists_chains_up_to_the_depth_and_trees_of_that_depth() -> Non
         PLAIN,
         Options(3, 16, 16),
     ]
+
+
+def test_of_unions_gives_chains_the_nodes_to_try() -> None:
+    of_model = [PLAIN, Options(1, 1, 2), CHAIN, Options(3, 4, 8)]
+    assert of_unions(of_model, [3, 4, 8]) == [
+        PLAIN, Options(1, 1, 3), Options(1, 1, 4), Options(1, 1, 8), Options(3, 1, 4), Options(3, 1, 8),
+        Options(3, 4, 8),
+    ]  # fmt: skip
 
 
 def test_measured_recommends_by_the_geometric_mean() -> None:
@@ -261,6 +269,38 @@ def test_tune_measures_chains_and_trees_of_a_block_drafter(capsys: Capture, tmp_
     facts = json.loads(out.read_text())
     assert facts["algorithm"] == "DSPARK"
     assert [tuple(m["options"].values()) for m in facts["measured"]] == [PLAIN, (2, 1, 3), (4, 8, 8)]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_tune_measures_a_union_and_its_file_sets_one(kind: str, capsys: Capture, tmp_path: Path) -> None:
+    drafter, sizes = HEAD, [(2, 1, 8), (2, 4, 8)]
+    if kind == "dspark":
+        entries = block_config(config_of(TARGET), "dspark", 4, 1, 1, 16)
+        tensors = {name: torch.randn(shape) / 30 for name, shape in shapes_of(entries, "dspark").items()}
+        drafter, sizes = str(save_block_drafter(entries, tensors, tmp_path / "drafter")), [(2, 1, 8), (4, 8, 8)]
+    (tmp_path / "prompts.txt").write_text("def f(x):")
+    out = tmp_path / "tuning.json"
+    options = [*SMALL, "--batch", "1", "--speculative-eagle-topk", "1,4", "--nodes", "8", "--out", str(out)]
+    options += ["--prompts", str(tmp_path / "prompts.txt"), "--speculative-algorithm", f"{kind}+ngram"]
+    assert cli.main(["tune", TARGET, "--draft", drafter, *options]) == 0
+    facts = json.loads(out.read_text())
+    assert (facts["algorithm"], facts["draft"], facts["complete"]) == (f"{kind.upper()}+NGRAM", drafter, True)
+    assert [tuple(m["options"].values()) for m in facts["measured"]] == [PLAIN, *sizes]
+    out.write_text(json.dumps(facts | {"recommended": Options(*sizes[0])._asdict()}))
+    parser = argparse.ArgumentParser()
+    engine_flags.add_arguments(parser)
+    chosen, _ = engine_flags.resolve(parser.parse_args(["--device", "cpu", "--tuning", str(out)]))
+    union: Any = chosen.draft
+    assert chosen.algorithm == facts["algorithm"] and isinstance(union, Union)
+    assert (union.num_nodes, union.first.num_nodes, union.first.num_steps, union.first.topk) == (8, 8, 2, 1)
+    assert isinstance(union.second, Ngram) and union.second.num_nodes == 8
+    capsys.readouterr()
+    assert cli.main(["tune", TARGET, *options]) == 2
+    missing = {
+        "eagle3": "--speculative-draft-model-path is None, expected a folder or hub id for EAGLE3+NGRAM",
+        "dspark": f"DSpark: head is None, expected a folder or hub id: {TARGET} has no folder dspark",
+    }
+    assert capsys.readouterr().err.endswith(f"specdec tune: {missing[kind]}\n")
 
 
 def test_tune_measures_the_ngram_draft(capsys: Capture, tmp_path: Path) -> None:

@@ -270,6 +270,19 @@ def test_bench_of_a_block_drafter_shares_it_and_ends_after_the_whole_text() -> N
     assert len(head.text.order) == 1024 and head.waves(1) == rounds.REQUESTS
 
 
+def test_rounds_of_unions_accept_what_their_model_does(tmp_path: Path) -> None:
+    """The n-gram index finds nothing in texts that do not repeat; its nodes come with the model's."""
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--quick", "--accept", "3.5", "--output", "30"]
+    names = ["chain", "chain+ngram", "dspark_chain8+ngram"]
+    assert main([*command, "--algorithm", ",".join(names), "--json", str(record)]) == 0
+    chain, union, block = json.loads(record.read_text())["results"]
+    assert [r["params"]["algorithm"] for r in (chain, union, block)] == ["chain", "chain+ngram", "dspark_chain+ngram"]
+    assert union["facts"]["accept_length"] == chain["facts"]["accept_length"]
+    assert union["facts"]["weight_bytes"] == chain["facts"]["weight_bytes"]
+    assert block["facts"]["accept_length"] == pytest.approx(3.5, abs=0.3)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
 def test_rounds_of_two_ranks_read_half_of_the_layers(shape: str, tmp_path: Path) -> None:

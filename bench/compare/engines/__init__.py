@@ -36,6 +36,7 @@ class Algorithm:
     Attributes:
         drafter: "eagle3"; "mtp", a layer of the target; "dspark" or "dflash", a block drafter; or "ngram", which drafts
             what followed the last tokens elsewhere in the text.
+        with_ngrams: in a union with the n-gram index.
     """
 
     num_steps: int = 0
@@ -43,6 +44,12 @@ class Algorithm:
     num_nodes: int = 1
     adaptive: bool = False
     drafter: str = "eagle3"
+    with_ngrams: bool = False
+
+    @property
+    def is_quoted(self) -> bool:
+        """Whether prompts quote what is to be written."""
+        return self.with_ngrams or self.drafter == "ngram"
 
 
 ALGORITHMS = {
@@ -65,7 +72,7 @@ BLOCK_DRAFTERS = "dspark", "dflash"
 
 
 def algorithm_of(name: str) -> Algorithm:
-    """Return one of `ALGORITHMS`, or a chain or tree with a number of tokens, `chain4`, `mtp_chain6`, `tree16`."""
+    """Return one of `ALGORITHMS`, a chain or tree with a number of tokens, `chain4`, or a union, `tree16+ngram`."""
     return setting_of(ALGORITHMS, name)
 
 
@@ -125,9 +132,11 @@ def can_run(engine: str, algorithm: Algorithm, *, served: bool = False) -> bool:
     """Return whether an engine has an algorithm that another entry does not cover.
 
     SGLang has no adaptive drafts, and vLLM has no trees. SGLang uses FA3 by default except for trees. Both draft chains
-    alone with block drafters, which our plugins leave to them. Only SGLang's server is timed here; `specdec bench
-    server` times ours.
+    alone with block drafters, which our plugins leave to them. Unions with the n-gram index are ours alone. Only
+    SGLang's server is timed here; `specdec bench server` times ours.
     """
+    if algorithm.with_ngrams and engine != "ours":
+        return False
     if served and PACKAGES[engine] != "sglang":
         return False
     if PACKAGES[engine] == "sglang" and algorithm.adaptive:

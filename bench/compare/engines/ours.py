@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import count, islice, repeat
 from typing import Any
 
 import torch
 
 from specdec_kernels import __version__
-from specdec_kernels.engine import MTP, DFlash, Draft, DSpark, Eagle3, Engine, Ngram, SamplingParams
+from specdec_kernels.engine import MTP, DFlash, Draft, DSpark, Eagle3, Engine, Ngram, SamplingParams, Union
 
 from . import Algorithm, Generated, Job, max_batch
 
@@ -24,11 +25,9 @@ def draft_of(job: Job, a: Algorithm) -> Draft | None:
         return None
     if a.drafter == "ngram":
         return Ngram(num_nodes=a.num_nodes)
-    if a.drafter == "mtp":
-        return MTP(**sizes)
-    kind: Any = {"eagle3": Eagle3, "dspark": DSpark, "dflash": DFlash}[a.drafter]
-    draft: Draft = kind(job.head, **sizes)
-    return draft
+    kind: Any = {"eagle3": Eagle3, "mtp": MTP, "dspark": DSpark, "dflash": DFlash}[a.drafter]
+    draft: Draft = kind(*([] if a.drafter == "mtp" else [job.head]), **sizes)
+    return Union(draft, Ngram(num_nodes=a.num_nodes), num_nodes=a.num_nodes) if a.with_ngrams else draft
 
 
 class Runner:
@@ -36,6 +35,7 @@ class Runner:
 
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
         a = algorithm
+        self._groups = count(1) if a.with_ngrams else repeat(0)
         self.engine = Engine(
             job.target,
             draft=draft_of(job, a),
@@ -48,5 +48,8 @@ class Runner:
         )
 
     def generate(self, prompts: list[list[int]], count: int) -> Generated:
-        outputs = self.engine.generate(prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))
+        # Prompts of a union are written more than once: a request finds what its own prompt quotes.
+        groups = islice(self._groups, len(prompts))
+        params = [SamplingParams(max_new_tokens=count, ignore_eos=True, ngram_group=group) for group in groups]
+        outputs = self.engine.generate(prompts, params)
         return Generated([output.tokens for output in outputs], sum(output.stats.rounds for output in outputs))

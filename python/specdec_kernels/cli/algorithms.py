@@ -6,9 +6,9 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..engine import Draft
@@ -18,7 +18,8 @@ STEP_ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE")
 CHECKPOINT_ALGORITHMS = (*STEP_ALGORITHMS, *BLOCK_ALGORITHMS)  # a checkpoint of its own drafts
 MODEL_ALGORITHMS = (*STEP_ALGORITHMS, "MTP")  # a model drafts, in steps
 IN_TARGET = ("MTP", "DSPARK")  # a target's checkpoint may have the draft in it
-UNIONS = tuple(f"{name}+NGRAM" for name in ("EAGLE3", "MTP", *BLOCK_ALGORITHMS))
+WITH_NGRAMS = "+NGRAM"
+UNIONS = tuple(f"{name}{WITH_NGRAMS}" for name in ("EAGLE3", "MTP", *BLOCK_ALGORITHMS))
 ALGORITHMS = ("NONE", "NGRAM", *MODEL_ALGORITHMS, *BLOCK_ALGORITHMS, *UNIONS)
 ALIASES = {"NEXTN": "MTP"}  # SGLang's name
 REFUSED = {
@@ -41,6 +42,30 @@ def one_of(*known: str) -> Callable[[str], str]:
         return name
 
     return algorithm
+
+
+def model_part(algorithm: str) -> str:
+    """Return the algorithm of the model in a union with the n-gram index; of others, the algorithm itself."""
+    return algorithm.removesuffix(WITH_NGRAMS)
+
+
+def union_of(algorithm: str, head: Any, options: Mapping[str, Any], corpus: Sequence[str] = ()) -> Draft:
+    """Return the union of a model's draft and the n-gram index.
+
+    Args:
+        algorithm: one of UNIONS.
+        head: checkpoint of the draft; None: the target's.
+        options: of the model's draft; each part proposes `num_nodes` nodes at most, and as many are verified.
+        corpus: text files that the index starts with.
+
+    Raises:
+        ValueError: options out of range.
+    """
+    from ..engine import Ngram, Union
+
+    num_nodes = options["num_nodes"]
+    first = draft_class(model_part(algorithm))(head, **options)
+    return Union(first, Ngram(num_nodes=num_nodes, corpus=corpus), num_nodes=num_nodes)
 
 
 def draft_class(algorithm: str) -> Callable[..., Draft]:

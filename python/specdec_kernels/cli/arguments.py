@@ -113,15 +113,22 @@ def words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def sized_words_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a parser of what `words_of` parses, and of `known` chains and trees with a number of tokens: `chain4`."""
+    """Return a parser of what `words_of` parses, and of `known` chains and trees with a number of tokens: `chain4`.
+
+    Chains, trees and adaptive ones may have `+ngram` at the end.
+    """
     sized = [name for name in known if name.endswith(("chain", "tree"))]
+    adaptive = [name for name in known if name.endswith("adaptive")]
+    pattern = rf"({'|'.join(sized)})([1-9]\d*)?(\+ngram)?|({'|'.join(adaptive)})(\+ngram)?"
 
     def words(text: str) -> list[str]:
         values = text.split(",")
         for value in values:
-            if value not in known and not re.fullmatch(rf"({'|'.join(sized)})[1-9]\d*", value):
+            if value not in known and not re.fullmatch(pattern, value):
                 names = ", ".join(known)
-                raise argparse.ArgumentTypeError(f"{value!r} is not one of {names}, nor chain or tree with a number")
+                raise argparse.ArgumentTypeError(
+                    f"{value!r} is not one of {names}, nor chain or tree with a number, nor one with +ngram"
+                )
         return values
 
     return words

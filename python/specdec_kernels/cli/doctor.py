@@ -25,7 +25,8 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Measure how much of the target's own text a draft predicts, then change one input at a time "
         "(feature layers, position offset, norms, chat template, vocabulary map, KV dtype, embedding; of a block "
         "drafter mask, block size, mask token and Markov head, too) and name the "
-        "change that restores acceptance by more than chance. Exit code: 0, none does; 1, one does; 2, it cannot run.",
+        "change that restores acceptance by more than chance. Of a union, also measure the n-gram index alone and what "
+        "it adds to the draft. Exit code: 0, none does; 1, one does; 2, it cannot run.",
     )
     add_draft_to_examine(parser)
     parser.add_argument(
@@ -82,6 +83,10 @@ def show(diagnosis: Diagnosis) -> None:
         print(f"Unchanged, the accept length is {diagnosis.accept_length:.2f}; accepted by depth: {by_depth}")
         if diagnosis.as_is.covered is not None:
             print(f"The draft vocabulary holds {diagnosis.as_is.covered:.1%} of the tokens written.")
+    for part in diagnosis.parts:
+        gain = part.gain and f"a gain of {part.gain.mean:+.2f}, {part.gain.low:+.2f} to {part.gain.high:+.2f}"
+        more = f": {gain}" if gain else ""
+        print(f"{part.name}, {part.num_nodes} nodes: the accept length is {part.acceptance.accept_length:.2f}{more}")
     rows = [
         [
             finding.shift.input,

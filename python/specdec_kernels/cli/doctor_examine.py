@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ..engine import Draft, Engine
+from ..engine import Draft, Engine, Ngram
 from ..engine.drafts.block import FOLDER_IN_TARGET
 from ..engine.text.prompts import load_tokenizer
 from ..models.language_model import LanguageModel
 from ..models.weights.checkpoint import local_folder
 from ..models.weights.model_config import config_of
-from .algorithms import BLOCK_ALGORITHMS, algorithm_of, draft_class
+from .algorithms import BLOCK_ALGORITHMS, UNIONS, algorithm_of, draft_class, model_part, union_of
 from .doctor_block import block_shifts
 from .doctor_measure import Acceptance, Recorder, Text, measure, record, write_texts
 from .doctor_mtp import mtp_shifts
@@ -54,6 +54,29 @@ class Finding:
     cause: bool
 
 
+class Gain(NamedTuple):
+    """A gain in accept length, and its confidence interval as of `Finding`."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """The acceptance of the n-gram index, alone or in a union.
+
+    Attributes:
+        num_nodes: of its trees, the root included.
+        gain: over the model's draft alone; None: that is refused, or it is not a part.
+    """
+
+    name: str
+    num_nodes: int
+    acceptance: Acceptance
+    gain: Gain | None = None
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """The result of an examination.
@@ -61,6 +84,7 @@ class Diagnosis:
     Attributes:
         as_is: acceptance of the unchanged draft; None if it is refused, for the reason `refusal`.
         findings: one for each shift that could be measured, the best first.
+        parts: of a union: the n-gram index alone, and with the model.
     """
 
     model: str
@@ -71,6 +95,7 @@ class Diagnosis:
     as_is: Acceptance | None
     refusal: str
     findings: list[Finding]
+    parts: list[Part] = field(default_factory=list)
 
     @property
     def accept_length(self) -> float:
@@ -88,7 +113,7 @@ class Diagnosis:
             lines = [f"No change restores acceptance by more than chance; the accept length is {now}."]
             if self.as_is:
                 lines.append(f"The draft's own top-1 agreement with the target is {self.as_is.by_depth[0]:.1%}.")
-            return lines
+            return lines + self.verdict_on_parts()
         new = f"{best.acceptance.accept_length:.2f}"
         lines = [
             f"The {best.shift.input} is wrong: with {best.shift.change} the accept length is {new} instead of {now}, "
@@ -99,7 +124,17 @@ class Diagnosis:
         if others:
             names = ", ".join(f"{f.shift.input} ({f.shift.change}, {f.gain:+.2f})" for f in others)
             lines.append(f"These gain less: {names}.")
-        return lines
+        return lines + self.verdict_on_parts()
+
+    def verdict_on_parts(self) -> list[str]:
+        """Return a sentence about a union: whether the n-gram index gains more than chance."""
+        gain = next((part.gain for part in self.parts if part.gain is not None), None)
+        if gain is None:
+            return []
+        if gain.low > 0:
+            return [f"The n-gram index adds {gain.low:.2f} to {gain.high:.2f} tokens a round on these prompts."]
+        alone = model_part(self.algorithm)
+        return [f"The n-gram index adds no more than chance on these prompts: {alone} alone costs less."]
 
     def facts(self) -> dict[str, Any]:
         """Return what `--json` prints."""
@@ -117,6 +152,11 @@ class Diagnosis:
                 | {"gain": f.gain, "gain_low": f.low, "gain_high": f.high, "restores": f.cause}
                 for f in self.findings
             ],
+            "parts": [
+                {"name": part.name, "num_nodes": part.num_nodes, "gain": part.gain and part.gain._asdict()}
+                | facts_of(part.acceptance)
+                for part in self.parts
+            ],
             "cause": self.cause.shift.input if self.cause else None,
             "verdict": " ".join(self.verdict()),
         }
@@ -129,8 +169,15 @@ def facts_of(acceptance: Acceptance) -> dict[str, Any]:
 
 
 def compared(as_is: Acceptance | None, shift: Shift, with_shift: Acceptance, num_shifts: int) -> Finding:
-    """Return the shift's gain and its interval, from the same resampled prompts for both."""
-    tokens, rounds = counts(with_shift)
+    """Return the shift's gain and its interval."""
+    before = as_is.accept_length if as_is else 1.0
+    gain = gain_of(as_is, with_shift, num_shifts)
+    return Finding(shift, with_shift, *gain, cause=gain.low > 0 and gain.mean >= MIN_GAIN * before)
+
+
+def gain_of(as_is: Acceptance | None, other: Acceptance, num_others: int) -> Gain:
+    """Return one of `num_others` gains, and its interval from the same resampled prompts for both."""
+    tokens, rounds = counts(other)
     tokens_as_is, rounds_as_is = counts(as_is) if as_is else (rounds, rounds)
     draws = torch.randint(len(tokens), (RESAMPLES, len(tokens)), generator=torch.Generator().manual_seed(0))
 
@@ -138,11 +185,9 @@ def compared(as_is: Acceptance | None, shift: Shift, with_shift: Acceptance, num
         return tokens[draws].sum(1) / rounds[draws].sum(1).clamp(min=1)
 
     gains = accept_lengths(tokens, rounds) - accept_lengths(tokens_as_is, rounds_as_is)
-    tail = LEVEL / 2 / max(num_shifts, 1)
+    tail = LEVEL / 2 / max(num_others, 1)
     low, high = torch.quantile(gains, torch.tensor([tail, 1 - tail], dtype=gains.dtype)).tolist()
-    before = as_is.accept_length if as_is else 1.0
-    gain = with_shift.accept_length - before
-    return Finding(shift, with_shift, gain, low, high, cause=low > 0 and gain >= MIN_GAIN * before)
+    return Gain(other.accept_length - (as_is.accept_length if as_is else 1.0), low, high)
 
 
 def counts(acceptance: Acceptance) -> tuple[Tensor, Tensor]:
@@ -250,7 +295,8 @@ def examine(args: argparse.Namespace) -> Diagnosis:
     path = args.speculative_draft_model_path
     folder = None if path is None else local_folder(path, "--speculative-draft-model-path")
     algorithm = args.speculative_algorithm or algorithm_of(Path(folder or ""))
-    if algorithm == "DSPARK" and folder is None:
+    part = model_part(algorithm)
+    if part == "DSPARK" and folder is None:
         folder = local_folder(args.model, "MODEL") / FOLDER_IN_TARGET
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-doctor-")))
@@ -264,7 +310,7 @@ def examine(args: argparse.Namespace) -> Diagnosis:
 
         def make() -> Draft:
             try:
-                return draft_class(algorithm)(folder, num_steps=num_steps, topk=1)
+                return draft_class(part)(folder, num_steps=num_steps, topk=1)
             except TypeError as error:  # of a class of the user's own
                 raise ValueError(
                     f"--speculative-algorithm is {algorithm}, expected a class like Eagle3, which takes a checkpoint, "
@@ -277,20 +323,26 @@ def examine(args: argparse.Namespace) -> Diagnosis:
             vocab_size, num_layers = target.config.vocab_size, target.config.num_hidden_layers
             if ":" in algorithm:
                 return
-            if algorithm == "MTP":
+            if part == "MTP":
                 yield from mtp_shifts(folder, num_steps, target.config)
                 return
             assert folder is not None
-            if algorithm == "STANDALONE":
+            if part == "STANDALONE":
                 yield from standalone_shifts(folder, num_steps, target.tokenizer, vocab_size)
             else:
-                head = Head(folder, algorithm, num_steps, scratch)
-                if algorithm in BLOCK_ALGORITHMS:
+                head = Head(folder, part, num_steps, scratch)
+                if part in BLOCK_ALGORITHMS:
                     yield from block_shifts(head, target.config, target.tokenizer)
                     return
                 yield from head_shifts(head, layers, num_layers, vocab_size)
 
-        return diagnose(target, algorithm, as_is, make, shifts)
+        # Trees that hold the chain of either part whole.
+        sizes = {"num_steps": num_steps, "topk": 1, "num_nodes": 2 * num_steps + 1}
+        parts: dict[str, Callable[[], Draft]] = {}
+        if algorithm in UNIONS:
+            parts["NGRAM"] = lambda: Ngram(num_nodes=num_steps + 1)
+            parts[algorithm] = lambda: union_of(algorithm, folder, sizes)
+        return diagnose(target, algorithm, as_is, make, shifts, parts)
 
 
 def diagnose(
@@ -299,10 +351,12 @@ def diagnose(
     as_is: Prompting,
     make: Callable[[], Draft],
     shifts: Callable[[tuple[int, ...]], Iterator[Shift]],
+    parts: Mapping[str, Callable[[], Draft]],
 ) -> Diagnosis:
     """Measure the unchanged draft, which `make` creates, and every shift.
 
-    `shifts` takes the feature layers that the unchanged draft reads.
+    `shifts` takes the feature layers that the unchanged draft reads. `parts` make the n-gram index and the union that
+    the draft is a part of.
     """
     refusal, drafts = "", []
     own, layers = needed(make, target.config)
@@ -315,12 +369,14 @@ def diagnose(
             layers += others
     target.layers = tuple(sorted(set(layers)))
 
-    def acceptance(draft: Draft, prompting: Prompting | None, pairing: int = 0) -> Acceptance:
+    def acceptance(
+        draft: Draft, prompting: Prompting | None, pairing: int = 0, num_nodes: int | None = None
+    ) -> Acceptance:
         prompting = prompting or as_is
-        texts = target.texts(prompting)
-        return measure(draft, target.args.speculative_num_steps, target.model(prompting.kv), texts, pairing)
+        texts, model = target.texts(prompting), target.model(prompting.kv)
+        return measure(draft, target.args.speculative_num_steps, model, texts, pairing, num_nodes)
 
-    with progress(len(drafts) + 1) as advance:
+    with progress(len(drafts) + len(parts) + 1) as advance:
         base, measured = None, []
         texts = target.texts(as_is)
         if own is not None:
@@ -334,6 +390,16 @@ def diagnose(
                 measured.append((shift, acceptance(draft, shift.prompting, shift.pairing)))
             except ValueError:  # the checkpoint cannot be read so
                 continue
+        of_parts = []
+        for name, make_part in parts.items():
+            advance(name)
+            draft, _ = needed(make_part, target.config)
+            if draft is None or (base is None and draft.members):
+                continue  # refused for the reason that the model's draft is
+            num_nodes = draft.needs(target.config).num_nodes
+            found = acceptance(draft, None, num_nodes=num_nodes)
+            gain = gain_of(base, found, 1) if draft.members else None
+            of_parts.append(Part(name, num_nodes, found, gain))
     if base is None and not measured:
         raise ValueError(refusal)
     findings = [compared(base, *one, len(measured)) for one in measured]
@@ -346,6 +412,7 @@ def diagnose(
         as_is=base,
         refusal=refusal,
         findings=sorted(findings, key=lambda finding: -finding.gain),
+        parts=of_parts,
     )
 
 

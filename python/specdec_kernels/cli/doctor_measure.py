@@ -1,13 +1,15 @@
 """Measure how much of a text a draft predicts: a chain of drafts after every token, all in one pass per draft step.
 
 The text is the target's own greedy output, so a round accepts drafts as long as they equal the text. The number of
-right drafts after each token covers every round that an engine could run. Walking over it, from a root to the token
-after the last right draft, gives the accept length of an engine that drafts a chain (`topk=1`), without generating
-anything. All entries together, whether or not a round starts there, give the acceptance by depth.
+right drafts after each token (of a tree, those of its best path) covers every round that an engine could run. Walking
+over it, from a root to the token after the last right draft, gives the accept length of an engine that drafts a chain
+(`topk=1`), without generating anything. All entries together, whether or not a round starts there, give the acceptance
+by depth.
 
 Drafts are called through the interface of rounds, so this module knows no algorithm. Each token of a text is the root
 of a slot. The slots share the KV rows of the text and have rows of their own after them, with pages of one row. Drafts
-of several MTP layers also write over the last rows before the root, so each slot has copies of these.
+of several MTP layers also write over the last rows before the root, so each slot has copies of these. An n-gram index
+finds what precedes a slot's own root, and no other text.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from torch import Tensor
 from ..engine import Committed, Draft, DraftBudget, DraftContext, DraftRequest, Engine, Needs, SamplingParams
 from ..engine.device.prefill import Prefill
 from ..engine.device.state import EngineState
-from ..engine.drafts.composition import close_draft, open_draft, pools_of
-from ..engine.drafts.proposal import scored_tree_of
+from ..engine.drafts.composition import close_draft, open_draft, pools_of, walk
+from ..engine.drafts.proposal import ScoredTree, scored_tree_of
+from ..engine.startup import forget
 from ..models.kv_pools import KvPools
 from ..models.language_model import LanguageModel
 from ..models.layers.paged_batch import PagedBatch
-from ..ops import Accepted, Candidates
+from ..ops import Accepted, Tree
 
 
 class Recorder(Draft):
@@ -96,10 +99,23 @@ def record(engine: Engine, prompts: Sequence[list[int]], texts: Sequence[list[in
 
 
 @torch.inference_mode()
-def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence[Text], pairing: int = 0) -> Acceptance:
-    """Return the acceptance of a draft that is not open yet, configured for a chain of `num_steps`.
+def measure(
+    draft: Draft,
+    num_steps: int,
+    target: LanguageModel,
+    texts: Sequence[Text],
+    pairing: int = 0,
+    num_nodes: int | None = None,
+) -> Acceptance:
+    """Return the acceptance of a draft that is not open yet, of `num_steps` tokens after each root.
 
-    `pairing` shifts the features relative to the tokens: above 0, rows get the states of later tokens.
+    Args:
+        draft: configured for a chain of as many steps, or for trees.
+        num_steps: tokens of a text that drafts are compared with.
+        target: the target, whose states the texts have.
+        texts: to draft.
+        pairing: shift of the features relative to the tokens: above 0, rows get the states of later tokens.
+        num_nodes: of a tree, the root included; None: of a chain.
     """
     needs = draft.needs(target.config)
     layers = [target.feature_layers.index(layer) for layer in needs.feature_layers]
@@ -127,8 +143,9 @@ def measure(draft: Draft, num_steps: int, target: LanguageModel, texts: Sequence
             features = None
             if layers:
                 features = shifted(text.features[:, layers].flatten(1), pairing)
-            right = drafts_right(draft, state, num_steps, text, features, before)
+            right = drafts_right(draft, state, num_steps, text, features, before, num_nodes or num_steps + 1)
             count(right, acceptance)
+            forget(draft)  # what an index has of this text
     finally:
         close_draft(draft)
     return acceptance
@@ -158,9 +175,9 @@ def shifted(features: Tensor, by: int) -> Tensor:
 
 
 def drafts_right(
-    draft: Draft, state: EngineState, num_steps: int, text: Text, features: Tensor | None, before: int
+    draft: Draft, state: EngineState, num_steps: int, text: Text, features: Tensor | None, before: int, num_nodes: int
 ) -> list[int]:
-    """Return for each root how many drafts of the chain after it are right; they write over `before` rows before it."""
+    """Return for each root how many drafts after it are right; they write over `before` rows before it."""
     device = state.seq_lens.device
     roots = roots_of(text, num_steps)
     if not roots:
@@ -174,7 +191,8 @@ def drafts_right(
     state.root_tokens[: len(roots)] = tokens[roots.start : roots.stop]
     state.seq_lens[: len(roots)] = lengths
     for slot in range(len(roots)):
-        draft.begin(slot, DraftRequest(slot, text.tokens[: roots[slot] + 1], 0))
+        for each in walk(draft):
+            each.begin(slot, DraftRequest(slot, text.tokens[: roots[slot] + 1], group=slot + 1))
     length = roots.stop - 1  # rows before the last root; row i is in page i
     zero, positions = integers([0]), integers(range(length))[None]
     prefill = Prefill(
@@ -192,7 +210,8 @@ def drafts_right(
     draft.prefill(prefill, None if features is None else features[None, :length])
     for back in range(1, before + 1):
         copy_rows(pools_of(draft), state.pool.page_table[: len(roots)], lengths - back)
-    draft.activate(slots)
+    for each in walk(draft):
+        each.activate(slots)
     # As if a round had just committed the roots alone: the draft then drafts what follows them.
     state.prefix_lens[: len(roots)] = lengths - 1
     accepted = Accepted(
@@ -204,11 +223,30 @@ def drafts_right(
     tree = scored_tree_of(proposal.drafts, slots, 1, state)
     committed = Committed(accepted, accepted.num_valid, 1, integers(range(len(roots) + 1)), tree)
     draft.extend(slots, committed, proposal, None if features is None else features[lengths - 1])
-    candidates = draft.propose(slots, DraftBudget(num_steps + 1)).drafts
-    assert isinstance(candidates, Candidates)
+    drafts = draft.propose(slots, DraftBudget(num_nodes)).drafts
     truth = torch.stack([tokens[roots.start + step : roots.stop + step] for step in range(1, num_steps + 1)], 1)
-    right: list[int] = (candidates.tokens == truth).int().cumprod(1).sum(1).tolist()
-    return right
+    if isinstance(drafts, ScoredTree):
+        right = right_in(drafts.tree, truth)
+    else:
+        right = (drafts.tokens == truth).int().cumprod(1).sum(1)
+    for slot in range(len(roots)):
+        for each in walk(draft):
+            each.release(slot)
+    counts: list[int] = right.tolist()
+    return counts
+
+
+def right_in(tree: Tree, truth: Tensor) -> Tensor:
+    """Return [B], how many of the tokens truth [B, D] that follow the roots the paths of trees [B, N] begin with."""
+    batch, num_nodes = tree.tokens.shape
+    rows, depths = torch.arange(batch, device=truth.device), tree.positions - tree.positions[:, :1]
+    is_right = depths == 0
+    for node in range(1, num_nodes):
+        depth, parent = depths[:, node], tree.parents[:, node].clamp(min=0)
+        expected = truth[rows, (depth.long() - 1).clamp(0, truth.shape[1] - 1)]
+        is_node = (node < tree.num_nodes) & (depth <= truth.shape[1])
+        is_right[:, node] = is_node & is_right[rows, parent] & (tree.tokens[:, node] == expected)
+    return torch.where(is_right, depths, 0).amax(1)
 
 
 def share_text(state: EngineState, num_rows: int, lengths: Tensor) -> None:

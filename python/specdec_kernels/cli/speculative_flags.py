@@ -7,7 +7,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..smollm2 import HEAD_NAME, is_smollm2, model_path
-from .algorithms import ALGORITHMS, BLOCK_ALGORITHMS, IN_TARGET, MODEL_ALGORITHMS, algorithm_of, draft_class, one_of
+from .algorithms import (
+    ALGORITHMS,
+    BLOCK_ALGORITHMS,
+    IN_TARGET,
+    MODEL_ALGORITHMS,
+    UNIONS,
+    algorithm_of,
+    draft_class,
+    model_part,
+    one_of,
+    union_of,
+)
 from .arguments import add_flag, add_model, model_of
 from .tuning_flags import apply_tuning
 
@@ -85,7 +96,7 @@ def add_draft_to_examine(parser: argparse.ArgumentParser, *others: str) -> None:
     """
     add_model(parser)
     add_draft_path(parser, "--draft")
-    algorithms = (*MODEL_ALGORITHMS, *BLOCK_ALGORITHMS, *others)
+    algorithms = (*MODEL_ALGORITHMS, *BLOCK_ALGORITHMS, *others, *UNIONS)
     parser.set_defaults(needs_draft_path=not others)
     without = ", NGRAM without one" if others else ""
     add_flag(
@@ -114,7 +125,7 @@ def read_draft_to_examine(args: argparse.Namespace) -> None:
     if (
         args.needs_draft_path
         and args.speculative_draft_model_path is None
-        and args.speculative_algorithm not in IN_TARGET
+        and model_part(args.speculative_algorithm or "") not in IN_TARGET
     ):
         raise ValueError(
             "--speculative-draft-model-path is missing, expected a folder or hub id (MTP and DSPARK need none)"
@@ -187,7 +198,7 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     Raises:
         ValueError: flags that the algorithm does not use, or that it lacks; options out of range.
     """
-    from ..engine import Ngram, Union
+    from ..engine import Ngram
 
     if ":" in algorithm:
         return own_draft(args, algorithm)(head)
@@ -204,12 +215,12 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
         "topk": args.speculative_eagle_topk or topk,
         "num_nodes": nodes,
     }
-    if algorithm.removesuffix("+NGRAM") in BLOCK_ALGORITHMS:  # depth costs nothing, and a tree may have any width
+    if model_part(algorithm) in BLOCK_ALGORITHMS:  # depth costs nothing, and a tree may have any width
         model["num_steps"] = args.speculative_num_steps
         model["topk"] = args.speculative_eagle_topk or (1 if topk == 1 else None)
     for option, flag in STORED_BY.items():
         if value := getattr(args, f"speculative_{flag.replace('-', '_')}", None):
-            if algorithm.removesuffix("+NGRAM") not in ("EAGLE3", *BLOCK_ALGORITHMS):
+            if model_part(algorithm) not in ("EAGLE3", *BLOCK_ALGORITHMS):
                 raise ValueError(f"--speculative-{flag} is {value}, expected none for {algorithm}")
             model[option] = value
     corpus = args.speculative_ngram_corpus
@@ -217,10 +228,8 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
         return None
     if algorithm == "NGRAM":
         return Ngram(corpus=corpus) if nodes is None else Ngram(num_nodes=nodes, corpus=corpus)
-    if algorithm.endswith("+NGRAM"):
-        both = 48 if nodes is None else nodes
-        first = draft_class(algorithm.removesuffix("+NGRAM"))(head, **{**model, "num_nodes": both})
-        return Union(first, Ngram(num_nodes=both, corpus=corpus), num_nodes=both)
+    if algorithm in UNIONS:
+        return union_of(algorithm, head, model | {"num_nodes": 48 if nodes is None else nodes}, corpus)
     return draft_class(algorithm)(head, **model)
 
 

@@ -29,7 +29,8 @@ def add_parser(subparsers: Subparsers) -> None:
         help="measure which steps, branches and nodes are fastest here",
         description="Generate from prompts with chains and trees of several sizes, and without drafts, at several "
         "batch sizes, and print which is fastest; of a block drafter, with chains up to its depth and trees of that "
-        "depth; of the n-gram index and of a draft of your own, with several numbers of nodes. Ctrl-C ends the "
+        "depth; of the n-gram index and of a draft of your own, with several numbers of nodes; of a union with the "
+        "n-gram index, with chains of several numbers of nodes, and trees. Ctrl-C ends the "
         "measurements and keeps what has been measured.",
     )
     add_draft_to_examine(parser, "NGRAM")

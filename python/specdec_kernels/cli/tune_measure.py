@@ -24,8 +24,11 @@ from .algorithms import (
     CHECKPOINT_ALGORITHMS,
     IN_TARGET,
     MODEL_ALGORITHMS,
+    UNIONS,
     algorithm_of,
     draft_class,
+    model_part,
+    union_of,
 )
 from .engine_flags import options_of as engine_options
 from .progress import progress
@@ -149,6 +152,13 @@ def of_blocks(depth: int, num_steps: Sequence[int], topk: Sequence[int], nodes: 
     return [Options(0, 1, 1), *chains, *trees]
 
 
+def of_unions(drafts: Sequence[Options], nodes: Sequence[int]) -> list[Options]:
+    """List drafts of a model in a union with the n-gram index, which gives chains these numbers of nodes."""
+    chains = [each for each in drafts if each.topk == 1 and each.num_nodes > 1]
+    sized = [chain._replace(num_nodes=count) for chain in chains for count in nodes if count >= chain.num_nodes]
+    return [drafts[0], *sized, *(each for each in drafts if each.topk > 1)]
+
+
 def nodes_alone(nodes: Sequence[int]) -> list[Options]:
     """List plain decoding, then drafts that have no other option than their nodes."""
     return [Options(0, 1, 1), *(Options(0, 0, count) for count in nodes if count > 1)]
@@ -176,17 +186,20 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
     path, nodes = args.speculative_draft_model_path, args.speculative_num_draft_tokens
     folder = None if path is None else local_folder(path, "--speculative-draft-model-path")
     algorithm = args.speculative_algorithm or ("NGRAM" if folder is None else algorithm_of(folder))
-    takes_either = algorithm in IN_TARGET or ":" in algorithm
-    if (folder is None) == (algorithm in CHECKPOINT_ALGORITHMS) and not takes_either:
+    part = model_part(algorithm)
+    takes_either = part in IN_TARGET or ":" in algorithm
+    if (folder is None) == (part in CHECKPOINT_ALGORITHMS) and not takes_either:
         expected = "a folder or hub id" if folder is None else "none"
         raise ValueError(f"--speculative-draft-model-path is {path}, expected {expected} for {algorithm}")
     model: Any = args.model
     drafts = nodes_alone(nodes)
-    if algorithm in MODEL_ALGORITHMS:
+    if part in MODEL_ALGORITHMS:
         drafts = options_of(args.speculative_num_steps, args.speculative_eagle_topk, nodes)
-    elif algorithm in BLOCK_ALGORITHMS:
-        depth = draft_class(algorithm)(folder).needs(config_of(args.model)).accept_width - 1
+    elif part in BLOCK_ALGORITHMS:
+        depth = draft_class(part)(folder).needs(config_of(args.model)).accept_width - 1
         drafts = of_blocks(depth, args.speculative_num_steps, args.speculative_eagle_topk, nodes)
+    if algorithm in UNIONS:
+        drafts = of_unions(drafts, nodes)
     rows: list[Row] = []
     calibrations: dict[Options, list[Any]] = {}
 
@@ -194,7 +207,10 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
         draft: Draft | None = None
         if options.num_nodes > 1:
             given = {name: value for name, value in options._asdict().items() if value}
-            draft = draft_class(algorithm)(*([] if folder is None else [folder]), **given)
+            if algorithm in UNIONS:
+                draft = union_of(algorithm, folder, given)
+            else:
+                draft = draft_class(algorithm)(*([] if folder is None else [folder]), **given)
         return Engine(model, draft, options=engine_options(args, adaptive=False, num_slots=max(args.batch)))
 
     complete = False

@@ -42,6 +42,9 @@ algorithms:
   dspark_tree, dspark_adaptive, dflash_tree
                                  trees of 32 tokens over its trellis, in this engine alone; adaptive
   ngram                          12 tokens verified per round; prompts quote the expected output
+  tree+ngram, dspark_tree16+ngram, ...
+                                 a union of a chain, a tree or an adaptive one with the n-gram index, in this engine
+                                 alone; prompts quote the expected output
 """
 
 

@@ -47,6 +47,9 @@ algorithms:
   adaptive, mtp_adaptive, dspark_adaptive
                the number of tokens is chosen in each round: the engine's default for an EAGLE-3 head, and that of
                mtp_tree and dspark_tree
+  tree+ngram, dspark_tree16+ngram, ...
+               a union of a chain, a tree or an adaptive one with the n-gram index, which finds nothing in these texts:
+               what it costs
   module:Class a draft of your own, with the options that the flags give: made from --speculative-draft-model-path if
                that is given, else from the synthetic EAGLE-3 head or small model if it inherits from Eagle3 or
                Standalone, else from its options alone. Without a synthetic model its acceptance is what it reaches on
