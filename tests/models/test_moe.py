@@ -175,6 +175,21 @@ def test_what_an_expert_makes_of_others_rows_does_not_count() -> None:
         assert way(x, chosen).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_an_expert_may_be_repeated_in_a_row(dtype: torch.dtype, device: torch.device) -> None:
+    """LongCat-Flash gives the place of a zero expert to some expert, with weight 0."""
+    part = experts(4, 32, 48, dtype, device, False)
+    x, ids = (
+        torch.randn(6, 32, device=device).to(dtype),
+        torch.tensor([[2, 2, 0], [1, 3, 1]], device=device).repeat(3, 1),
+    )
+    weights = torch.tensor([[0.7, 0.0, 0.3], [0.0, 0.4, 0.6]], device=device).repeat(3, 1)
+    chosen = routing_of(ids, weights, 4)
+    want = by_definition(part, x, chosen)
+    for way in (part.by_torch_grouped_mm, part.by_gathered_weights, part.by_all_experts, part):
+        torch.testing.assert_close(way(x, chosen).double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_other_experts_when_a_graph_is_replayed(rows: int, dtype: torch.dtype, device: torch.device) -> None:

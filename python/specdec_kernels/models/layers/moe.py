@@ -240,7 +240,7 @@ class Experts:
 
     def by_all_experts(self, x: Tensor, routing: Routing) -> Tensor:
         weights = torch.zeros(len(x), len(self.gate_up), device=x.device)
-        weights.scatter_(1, routing.topk_ids, routing.topk_weights)
+        weights.scatter_add_(1, routing.topk_ids, routing.topk_weights)  # a zero expert's place may repeat an expert
         chosen = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, routing.topk_ids, True)
         total = torch.zeros_like(x, dtype=torch.float32)
         x = fake_quantize(x, self.activations)
