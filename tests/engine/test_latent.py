@@ -252,7 +252,9 @@ def test_expanded_prefill_scores_as_the_absorbed_one(
         tokens = *(first.prompt_logprobs or ())[1:], *(first.logprobs or ()), *(second.logprobs or ())
         scores.append([token.logprob for token in tokens if token is not None])
     assert len(scores[0]) == 181 + 8 and max(map(len, expansions)) == 4
-    torch.testing.assert_close(*map(torch.tensor, scores), rtol=0, atol=1e-4)
+    # Rounding differs, and may take an element of a row in 8 bits to the next of its values.
+    atol = 1e-4 if kv_dtype is None else 5e-3
+    torch.testing.assert_close(*map(torch.tensor, scores), rtol=0, atol=atol)
 
 
 def test_batch_invariant_prefill_is_absorbed(expansions: list[tuple[int, ...]], device: torch.device) -> None:
