@@ -2,7 +2,7 @@
 
 Rows are requests x nodes. GEMMs of 16-bit weights are cuBLAS's, those of other weights are the pass's own. Every time
 is that of one CUDA graph, with cold weights (a pass reads more than any cache holds). `kernels` adds the time of the
-kernels by kind, from the profiler: a kernel that starts while another still runs includes its wait.
+kernels by kind, from the profiler: while a kernel runs that started before, another does not count.
 
 A pass of a hybrid adds the path that the pass before left pending to the recurrent states: ACCEPTED nodes of a tree.
 Its GEMMs alone are not timed.
@@ -26,20 +26,22 @@ from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
 from ..ops.stored_weights import store_layers
 from ..ops.timing import replay_seconds, times_of
+from .kernels import profile_rounds
 
 PAGE_SIZE = 16
 ACCEPTED = 4  # nodes of a tree
 # Parts of a kernel's name by its kind, the first that fits; other kernels count as GEMMs.
 KINDS = {
-    "tree_attention": ("attention", "merge_parts", "wgmma_"),
+    "gemm": ("small_m_gemm", "moe_grouped_gemm"),
+    "tree_attention": ("attention", "mla::"),
     "add_rms_norm": ("add_rms_norm",),
-    "quantize_fp8": ("quantize_fp8", "round_groups"),
+    "quantize_fp8": ("quantize_",),
     "rope_qkv_write_kv": ("rope_qkv_write_kv",),
     "silu_and_mul": ("silu_and_mul",),
-    "tree_recurrence": ("recurrence",),
     "tree_conv1d": ("conv1d",),
     "compute_gates": ("compute_gates",),
     "gated_rms_norm": ("gated_rms_norm",),
+    "tree_recurrence": ("recurrence", "recurrent::"),
     "elementwise": ("elementwise", "index", "embedding", "cat", "copy", "Memcpy", "Memset", "reduce"),
 }
 
@@ -98,22 +100,21 @@ class Linears:
 
 def kinds_of(call: Any) -> dict[str, float]:
     """Return microseconds of a captured call by kind of kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
     graph.replay()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        graph.replay()
-        torch.cuda.synchronize()
+    profile = profile_rounds(graph.replay)
     times: dict[str, float] = defaultdict(float)
-    for event in profiler.events() or ():
-        name = event.name.lower()
-        kind = next((kind for kind, words in KINDS.items() if any(word.lower() in name for word in words)), "gemm")
-        times[kind] += event.device_time
+    for kernel in profile.kernels if profile is not None else ():
+        times[kind_of(kernel.name)] += kernel.microseconds
     return times
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a kernel by its name."""
+    name = kernel.lower()
+    return next((kind for kind, words in KINDS.items() if any(word.lower() in name for word in words)), "gemm")
 
 
 @torch.inference_mode()

@@ -60,3 +60,20 @@ def test_passes_of_a_hybrid_can_be_repeated(batch: int, nodes: int) -> None:
         assert all(whole().isfinite().all() for _ in range(3))
     assert target.states is not None
     assert target.states.paths.num_nodes.tolist() == [min(nodes, 4)] * batch + [0] * (2 - batch)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("specdec::layers::wgmma_small_m_gemm_kernel<specdec::BFloat16, 64>", "gemm"),
+        ("nvjet_sm90_tst_128x128_64x6_2x1_v_badd_TNT", "gemm"),
+        ("specdec::attention::wgmma_kernel<specdec::attention::Rows>", "tree_attention"),
+        ("specdec::mla::wgmma_kernel<specdec::mla::Tile>", "tree_attention"),
+        ("specdec::recurrent::tree_pass_kernel<specdec::BFloat16>", "tree_recurrence"),
+        ("specdec::recurrent::commit_conv1d_kernel<specdec::Pack>", "tree_conv1d"),
+        ("at::native::elementwise_kernel<128, 4>", "elementwise"),
+    ],
+)
+def test_kind_of_a_kernel_in_a_forward_pass(kernel: str, kind: str) -> None:
+    forward = pytest.importorskip("specdec_kernels.bench.engine.forward")
+    assert forward.kind_of(kernel) == kind

@@ -83,7 +83,7 @@ def two_passes(x: PagedTrees, attend: Any, merge: Any) -> Callable[[], Tensor]:
             own_q, k_rows, v_rows, cache_seqlens=counts, page_table=own_rows, causal=False, return_softmax_lse=True
         )
         # [B, Hq, N] and [B N, Hq, 1] to [B N, Hq]
-        lse = prefix_lse.transpose(1, 2).reshape(batch * nodes, heads)
+        lse = prefix_lse.transpose(1, 2).reshape(batch * nodes, heads).contiguous()
         out: Tensor = merge(prefix.flatten(0, 1), lse, tail.flatten(0, 1), tail_lse.flatten(1).contiguous())[0]
         return out.view(x.q.shape)
 

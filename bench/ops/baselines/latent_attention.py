@@ -77,7 +77,7 @@ def two_passes(x: PagedTrees, scale: float, attend: Any, merge: Any) -> Callable
             own[0], key_rows, value_rows, qv=own[1], cache_seqlens=counts, page_table=own_rows, causal=False,
             softmax_scale=scale, return_softmax_lse=True,
         )  # fmt: skip
-        lse = prefix_lse.transpose(1, 2).reshape(batch * nodes, heads)
+        lse = prefix_lse.transpose(1, 2).reshape(batch * nodes, heads).contiguous()
         out: Tensor = merge(prefix.flatten(0, 1), lse, tail.flatten(0, 1), tail_lse.flatten(1).contiguous())[0]
         return out.view(batch, nodes, heads, latent)
 
