@@ -4,12 +4,14 @@ from __future__ import annotations
 
 SHAPES = (
     "qwen3-8b",
+    "qwen3-32b",
     "qwen3-30b-a3b",
     "qwen3.5-27b",
     "qwen3-next-80b-a3b",
     "deepseek-v2-lite",
     "glm-4.7-flash",
     "llama-3.1-8b",
+    "llama-3.3-70b",
     "qwen3-0.6b",
     "tiny",
     "tiny-hybrid",

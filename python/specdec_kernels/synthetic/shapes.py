@@ -24,6 +24,22 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    # 64 layers are 66 GB.
+    "qwen3-32b": (
+        Qwen3Config,
+        {
+            "vocab_size": 151936,
+            "hidden_size": 5120,
+            "intermediate_size": 25600,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
     "qwen3-30b-a3b": (
         Qwen3MoeConfig,
         {
@@ -161,6 +177,29 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             "intermediate_size": 14336,
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    # 80 layers are 141 GB: "llama-3.3-70b:36" has 66.
+    "llama-3.3-70b": (
+        LlamaConfig,
+        {
+            "vocab_size": 128256,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
             "num_key_value_heads": 8,
             "head_dim": 128,
             "max_position_embeddings": 131072,
