@@ -28,6 +28,9 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
 }
 
 
+UNCALIBRATED = "uncalibrated"
+
+
 class Result:
     """Greedy texts of prompts, the target's passes over each, and the time of them all."""
 
@@ -61,16 +64,11 @@ class Result:
         }
 
 
-def uncalibrated(draft: Draft) -> Draft:
-    """Return a draft that scores its candidates by its own probabilities, without learning from acceptance."""
-    draft.learn = lambda committed: None  # type: ignore[attr-defined]
-    return draft
-
-
 def drafts_of(heads: Path) -> dict[str, Callable[[], Draft | None]]:
     """Return what makes the drafts to compare, by name; plain decoding comes first.
 
-    The size of a tree is that of its drafted nodes, without the root.
+    The size of a tree is that of its drafted nodes, without the root. Drafts whose names end with UNCALIBRATED score
+    candidates by their own probabilities.
     """
     eagle3, dspark = heads / "eagle3", heads / "dspark"
     found: dict[str, Callable[[], Draft | None]] = {"plain": lambda: None, "ngram 16": lambda: Ngram(num_nodes=17)}
@@ -92,13 +90,9 @@ def drafts_of(heads: Path) -> dict[str, Callable[[], Draft | None]]:
     if eagle3.exists():
         found |= {f"eagle3 tree {size}": lambda size=size: eagle(size) for size in (8, 32)}
     if dspark.exists():
-        found |= {
-            f"dspark tree {size} uncalibrated": lambda size=size: uncalibrated(spark(size)) for size in (16, 8, 32)
-        }
+        found |= {f"dspark tree {size} {UNCALIBRATED}": lambda size=size: spark(size) for size in (16, 8, 32)}
     if eagle3.exists():
-        found |= {
-            f"eagle3 tree {size} uncalibrated": lambda size=size: uncalibrated(eagle(size)) for size in (16, 8, 32)
-        }
+        found |= {f"eagle3 tree {size} {UNCALIBRATED}": lambda size=size: eagle(size) for size in (16, 8, 32)}
     return found
 
 
@@ -122,7 +116,9 @@ def measure(engine: Engine, prompts: list[dict[str, Any]], new_tokens: int, toge
     return result
 
 
-def run_engine(draft: Draft | None, prompts: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Result]:
+def run_engine(
+    draft: Draft | None, prompts: list[dict[str, Any]], args: argparse.Namespace, *, calibrate: bool
+) -> dict[str, Result]:
     """Return the results of the prompts that run together, and of those that run alone."""
     with Engine(
         args.target,
@@ -133,6 +129,7 @@ def run_engine(draft: Draft | None, prompts: list[dict[str, Any]], args: argpars
         num_slots=args.num_slots,
         batch_sizes=sorted({1, args.num_slots}),
         adaptive=args.adaptive,
+        calibrate=calibrate,
     ) as engine:
         measure(engine, [{"domain": "", "tokens": list(range(20, 40))}], 8, together=True)  # warm-up
         return {
@@ -216,7 +213,7 @@ def main() -> None:
             if name in TRANSFORMERS:
                 results = run_transformers(TRANSFORMERS[name], prompts, args)
             else:
-                results = run_engine(drafts[name](), prompts, args)
+                results = run_engine(drafts[name](), prompts, args, calibrate=not name.endswith(UNCALIBRATED))
             for key, result in results.items():
                 found[key] = result.record(own.setdefault(key, result.texts))
         except Exception as error:  # the other drafts are measured all the same

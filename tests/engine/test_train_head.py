@@ -97,12 +97,6 @@ def test_heads_of_one_step_load_in_the_engine_and_keep_its_text(
         with Engine(tiny_model("target"), draft, device="cpu", dtype=torch.float32, max_len=64, num_slots=1) as engine:
             found.append(engine.generate([list(range(20, 30))], params)[0].tokens)
     assert found[0] == found[1] == found[2]
-    for change, learns in ((lambda draft: draft), True), (example("evaluate").uncalibrated, False):
-        draft = change(DSpark(tmp_path / "dspark", num_nodes=9))
-        with Engine(tiny_model("target"), draft, device="cpu", dtype=torch.float32, max_len=64, num_slots=1) as engine:
-            new = draft.calibration_table.clone()
-            assert engine.generate([list(range(20, 30))], params)[0].tokens == found[0]
-            assert torch.equal(draft.calibration_table, new) != learns
 
 
 def arguments_of_evaluation(folder: Path, *more: str) -> list[str]:

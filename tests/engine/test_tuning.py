@@ -191,6 +191,22 @@ def test_calibration_ends_with_engine() -> None:
         assert engine.tuning["calibrations"][0]["table"] == identity(3).tolist()
 
 
+@pytest.mark.parametrize("name", ["tree", "two models"])
+@pytest.mark.parametrize("is_tuned", [False, True])
+def test_engine_that_does_not_calibrate_keeps_the_scores_it_starts_with(name: str, is_tuned: bool) -> None:
+    given = {"tuning": tuned(name)} if is_tuned else {}
+    with make_engine(DRAFTS[name](), **given) as engine:
+        texts = [output.tokens for output in engine.generate(prompts(2, 4), GREEDY)]
+        learnt = engine.tuning["calibrations"]
+    with make_engine(DRAFTS[name](), calibrate=False, **given) as engine:
+        start = engine.tuning["calibrations"]
+        assert [output.tokens for output in engine.generate(prompts(2, 4), GREEDY)] == texts
+        assert engine.tuning["calibrations"] == start != learnt
+    assert start == (tuned(name)["calibrations"] if is_tuned else start)
+    tables = [entry["table"] for entry in start]
+    assert is_tuned or tables == [identity(len(table)).tolist() for table in tables]
+
+
 # --- keeping it
 
 TUNED: dict[str, dict[str, Any]] = {}

@@ -143,6 +143,7 @@ class EngineConfig:
         num_snapshots: recurrent states of prefixes that the cache keeps; 0: the target has none, or there is no cache.
         snapshot_pages: of a prompt between two snapshots, its last whole page excepted.
         fixed_split: rows at which attention splits KV, whatever the batch; None: where it is fastest.
+        calibrates: drafts learn from acceptance how likely their candidates are.
         top_n: most likely tokens scored next to each token, at most.
         implementation: of the target, "native" or "transformers".
         grammars: requests may have a grammar.
@@ -175,6 +176,7 @@ class EngineConfig:
     num_snapshots: int
     snapshot_pages: int
     fixed_split: int | None
+    calibrates: bool
     top_n: int
     implementation: str
     grammars: bool
@@ -247,6 +249,7 @@ class EngineConfig:
             num_snapshots=num_snapshots,
             snapshot_pages=max(options.snapshot_rows // options.page_size, 1),
             fixed_split=INVARIANT_SPLIT if options.batch_invariant else None,
+            calibrates=options.calibrate and not options.batch_invariant,
             top_n=min(MAX_LOGPROBS, model.vocab_size),
             implementation=implementation,
             grammars=options.grammars,

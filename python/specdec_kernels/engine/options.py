@@ -145,6 +145,12 @@ class EngineOptions:
         "the value of Engine.tuning, or the file that `specdec tune --out` wrote (docs/tuning.md): the calibration "
         "that the draft starts with, and round costs where the same rounds were measured. None: nothing is known.",
     )
+    calibrate: bool = option(
+        True,
+        "let drafts with a model learn from acceptance how likely their candidates are. False: scores stay as the "
+        "draft's own probabilities give them, or as tuning calibrates them. Engines with batch_invariant learn nothing "
+        "either way.",
+    )
     trace: str | Path | None = option(
         None,
         "file for a Chrome trace of the loop and its rounds, rewritten at the end of each generate(). If writing "

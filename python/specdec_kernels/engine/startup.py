@@ -161,6 +161,7 @@ class RankSources:
             config.max_idle_rounds > 0,
             self.tokenizer,
             self.no_tokenizer,
+            config.calibrates,
         )
         open_draft(self.draft, context)
         device = config.machine.device

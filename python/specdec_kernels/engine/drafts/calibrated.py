@@ -21,8 +21,8 @@ class CalibratedDraft(Draft, Learner, HasPools, HasWeights):
     """A draft with a model.
 
     The model's probabilities of its candidates are calibrated from acceptance: path scores are products of calibrated
-    probabilities. Rounds update the calibration, except in a batch-invariant engine, where the scores of one request
-    would depend on the others.
+    probabilities. Rounds update the calibration where the engine says so (`calibrate`): not in a batch-invariant one,
+    where the scores of one request would depend on the others.
 
     Attributes:
         calibration: of an open draft; None: its candidates are drawn.
@@ -81,6 +81,6 @@ class CalibratedDraft(Draft, Learner, HasPools, HasWeights):
     def learn(self, committed: Committed) -> None:
         """Update the calibration from what was accepted."""
         tree, scores = committed.tree
-        if self.calibration is None or self.context.batch_invariant or tree.tokens.shape[1] == 1:
+        if self.calibration is None or not self.context.calibrates or tree.tokens.shape[1] == 1:
             return
         update_calibration(self.calibration, tree, scores, committed.accepted)

@@ -80,6 +80,7 @@ class DraftContext:
         catches_up: drafts that were idle resume after `catch_up`; if False, a slot whose draft is idle stays so.
         tokenizer: the target's; None where it has none.
         no_tokenizer: why there is none.
+        calibrates: whether drafts learn from acceptance how likely their candidates are.
     """
 
     target: LanguageModel
@@ -88,6 +89,7 @@ class DraftContext:
     catches_up: bool
     tokenizer: Any
     no_tokenizer: str
+    calibrates: bool = True
 
     @property
     def device(self) -> torch.device:
