@@ -256,9 +256,9 @@ def test_drawn_chains_cut_by_confidence_have_the_target_s_distribution_unless_it
         return -2.0 * (seen % 3)
 
     monkeypatch.setattr(DSparkHead, "confidence", confidence)
-    monkeypatch.setattr(DSpark, "learn", lambda draft, committed: None)  # that it means nothing
     draft, counts = DSpark(folder, topk=1, sampled=True), set[int]()
-    with make_engine(target, draft, adaptive=True, num_slots=50, max_len=32) as engine:
+    # It would learn that such a confidence means nothing.
+    with make_engine(target, draft, adaptive=True, calibrate=False, num_slots=50, max_len=32) as engine:
         wrap_launch(engine, lambda launch, batch, rows, most: launch(batch, 3 * batch // 2 if rows > 0 else rows, most))
         round: Any = engine.core.executor.round
         commit = round.commit
@@ -279,6 +279,19 @@ def test_drawn_chains_cut_by_confidence_have_the_target_s_distribution_unless_it
             expect_distribution(drafted, want)  # type: ignore[arg-type]
     else:
         assert expect_distribution(drafted, want) > 8  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["dspark", "dflash window"])
+def test_tuning_has_the_calibration_of_drawn_chains_with_confidence(name: str, target: Path, tmp_path: Path) -> None:
+    folder, params = write_drafter(tmp_path / "drafter", name), replace(GREEDY, temperature=1.0, seed=1)
+    with make_engine(target, draft_of(name, folder, topk=1, sampled=True)) as engine:
+        engine.generate(random_prompts(2), params)
+        tuning = engine.tuning
+    assert len(tuning["calibrations"]) == ("dspark" in name)
+    with make_engine(target, draft_of(name, folder, topk=1, sampled=True), tuning=tuning) as engine:
+        assert engine.tuning["calibrations"] == tuning["calibrations"]
+    for entry in tuning["calibrations"]:
+        assert entry["draft"] == "DSpark" and torch.tensor(entry["counts"]).any()
 
 
 def synthetic() -> tuple[Any, SyntheticText]:

@@ -109,7 +109,7 @@ def facts_of(part: CalibratedDraft, target: str) -> dict[str, Any]:
 
 def calibrated_parts(draft: Draft) -> list[CalibratedDraft]:
     """Return the parts of a draft that have a calibration."""
-    return [part for part in leaves(draft) if isinstance(part, CalibratedDraft) and not part.sampled]
+    return [part for part in leaves(draft) if isinstance(part, CalibratedDraft) and part.is_calibrated]
 
 
 def identity_of(part: CalibratedDraft, target: str) -> dict[str, str]:

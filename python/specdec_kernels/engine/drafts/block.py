@@ -132,8 +132,13 @@ class BlockDraft(CalibratedDraft):
             kv_windows=tuple(dict.fromkeys(block.windows)),
             attention=(attention._replace(in_8_bits=self.kv_dtype is not None),),
             lookahead=0,
-            scored_before_draw=self.sampled and has_confidence(self.kind, self.source),
+            scored_before_draw=self.sampled and self.is_calibrated,
         )
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether scores are calibrated: those of drawn tokens if a confidence head gives them before the draw."""
+        return not self.sampled or has_confidence(self.kind, self.source)
 
     def open(self, context: DraftContext) -> None:
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
@@ -141,8 +146,7 @@ class BlockDraft(CalibratedDraft):
         self.module: BlockHead = load_head(self.kind, self.source, context.target, **sizes, storage=storage)
         self._depth = self.depth_of(self.module.block)
         like, num_nodes = self.state.seq_lens, self.needs(context.target.config).num_nodes
-        is_scored = self.module.has_confidence or not self.sampled
-        self.calibration = make_calibration(self._depth, like=like) if is_scored else None
+        self.calibration = make_calibration(self._depth, like=like) if self.is_calibrated else None
         rows = torch.arange(-1, num_nodes - 1, dtype=torch.int32, device=context.device)  # node i is drawn from row i-1
         self._draft_rows = rows.where(rows < self._depth, -1).repeat(context.num_slots, 1)
         # What is the same in every round is not computed there.

@@ -25,10 +25,15 @@ class CalibratedDraft(Draft, Learner, HasPools, HasWeights):
     where the scores of one request would depend on the others.
 
     Attributes:
-        calibration: of an open draft; None: its candidates are drawn.
+        calibration: of an open draft; None: it is not calibrated.
     """
 
     calibration: Calibration | None
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the scores of its candidates are calibrated: those of drawn ones are not."""
+        return not self.sampled
 
     @property
     @abstractmethod

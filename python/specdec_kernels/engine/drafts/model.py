@@ -179,7 +179,7 @@ class ModelDraft(CalibratedDraft, Idleable, Migratable):
         self.child_ids = torch.zeros(slots + 1, self.topk, dtype=torch.int32, device=device)
         self.child_logprobs = torch.full((slots + 1, self.topk), -torch.inf, device=device)
         rows = torch.arange(-1, self.most_nodes() - 1, dtype=torch.int32, device=device)  # node i is drawn from row i-1
-        self.calibration = None if self.sampled else make_calibration(self.num_steps, like=rows)
+        self.calibration = make_calibration(self.num_steps, like=rows) if self.is_calibrated else None
         self._draft_rows = rows.where(rows < self.num_steps, -1).repeat(slots, 1)
         # Rows appended to each slot's backlog, those that the ring has overwritten included; the ring of their tokens,
         # and that of their features, where the model reads any.
