@@ -212,12 +212,28 @@ def test_samples_and_scores_are_those_of_plain_requests(device: torch.device) ->
 
 
 def test_batch_invariant_text_does_not_depend_on_others(dense_draft: Path, device: torch.device) -> None:
-    params = replace(GREEDY, temperature=0.7, seed=3)
+    """Requests with fewer nodes than a round has rows for leave some of their rows unused."""
+    limits: list[Any] = ["on", "off", 2, "on", 3]
+    params = [replace(GREEDY, temperature=0.7, seed=3, speculation=limit) for limit in limits]
     draft = Standalone(dense_draft, num_steps=2, topk=2, num_nodes=5)
     with make_engine(module_of("qwen3_5"), draft, device, batch_invariant=True) as engine:
         together = engine.generate(random_prompts(), params)
-        alone = [engine.generate([prompt], params)[0] for prompt in random_prompts()]
+        alone = [engine.generate([prompt], each)[0] for prompt, each in zip(random_prompts(), params, strict=True)]
     assert [output.tokens for output in together] == [output.tokens for output in alone]
+    with make_engine(module_of("qwen3_5"), None, device) as engine:
+        expect_same("qwen3_5", together, engine.generate(random_prompts(), params), params)
+
+
+@pytest.mark.parametrize("case", ["lfm2", *exhaustive("qwen3_next", "falcon_h1", "nemotron_h", "zamba2")])
+def test_text_of_keys_and_values_in_8_bits_is_the_same_with_drafts(case: str, device: torch.device) -> None:
+    with make_engine(module_of(case), None, device, kv_dtype="fp8_e4m3") as engine:
+        want = engine.generate(random_prompts(), GREEDY)
+    guesses = [replace(GREEDY, prediction=list(output.tokens)) for output in want]
+    with make_engine(module_of(case), Ngram(num_nodes=9), device, kv_dtype="fp8_e4m3") as engine:
+        assert engine.target.pools.dtype == torch.float8_e4m3fn
+        got = engine.generate(random_prompts(), guesses)
+    assert [output.tokens for output in got] == [output.tokens for output in want]
+    assert all(output.stats.accept_length > 2 for output in got)
 
 
 @pytest.mark.parametrize(

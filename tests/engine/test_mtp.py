@@ -176,7 +176,10 @@ def test_drafts_without_an_mtp_layer_leave_its_tensors_out(name: str, tmp_path: 
         expected = texts(engine, prompts)
     with make_engine(folder, Ngram(num_nodes=4)) as engine:
         assert texts(engine, prompts) == expected
-        engine.update_weights(load_file(folder / "model.safetensors"))
+        weights = load_file(folder / "model.safetensors")
+        engine.update_weights(weights)
+        for key in [key for key in weights if key.startswith(CASES[name].block)][:2]:  # by itself it has no layout
+            engine.update_weights({key: weights[key]})
         assert texts(engine, prompts) == expected
 
 

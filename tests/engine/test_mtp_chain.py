@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from specdec_kernels.cli.doctor_measure import Recorder, Text, measure, record, write_texts
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
+from specdec_kernels.models.heads.base import Features
+from specdec_kernels.models.layers.paged_batch import PagedBatch
 from support.exhaustive import exhaustive
 from support.leaks import expect_nothing_lost
 from support.mtp_checkpoints import NUM_LAYERS, ChainReference, write_target_with_chain
@@ -160,6 +162,26 @@ def test_layers_sleep_and_take_new_weights(folder: Path, prompts: list[list[int]
         assert chains != others
         with pytest.raises(ValueError, match=r"^update_weights: draft has lm_head.weight, expected names that "):
             engine.update_weights(draft={"lm_head.weight": weights["lm_head.weight"]})
+
+
+def test_rows_of_no_slot_read_and_write_nothing(folder: Path) -> None:
+    """Slot 0, whose lengths they read, may be free, with a longer backlog than rows."""
+    with make_engine(folder, MTP(num_steps=LAYERS, topk=1)) as engine:
+        chain: Any = engine.draft.module
+        rows, none = torch.zeros(2, 3, dtype=torch.int32), torch.full((2,), -1, dtype=torch.int32)
+        lens = torch.tensor([-5, 0], dtype=torch.int32)
+        batch = PagedBatch(none, engine.state.pool.page_table, lens, tail_len=3, num_valid=torch.zeros_like(lens))
+        features = Features(torch.ones(rows.numel(), chain.config.hidden_size))
+        chain.prefill(rows, features, rows, batch)
+        assert not any(bool(pool.any()) for pools in chain.all_pools for kv in pools.layers for pool in kv.pools)
+
+
+def test_weights_of_layers_that_do_not_draft_are_left_out(
+    folder: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    with make_engine(folder, MTP(num_steps=2, topk=1)) as engine:
+        engine.update_weights(load_file(folder / "model.safetensors"))
+        assert texts(engine, prompts) == expected
 
 
 def test_what_is_not_computed_is_refused_by_name(folder: Path) -> None:

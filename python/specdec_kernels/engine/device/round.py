@@ -205,6 +205,8 @@ class Round:
             hidden = state.last_hidden[at]
             features = state.last_features[at] if self.needs.feature_layers else None
         else:
+            if equal and self.target.states is not None:  # a request with fewer nodes has rows without a node
+                rows = rows.with_unused_rows(tree.num_nodes)
             hidden, features = self.target.forward(nodes.tokens, nodes.positions, rows)
         idle = num_rows == len(slots) and not is_first
         return Drafted(slots, proposal, tree, scores, shares, nodes, rows, hidden, features, idle, is_first)

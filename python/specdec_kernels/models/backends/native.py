@@ -19,7 +19,7 @@ from ..layers.mixer import Mixer, attach_caches, kv_layouts_of, mixers_of, state
 from ..layers.outputs import LayerOutput, select_rows
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
-from ..state_cache import StateCache, StateSpec
+from ..state_cache import StateCache
 from ..weights.loading import load_causal_lm, place
 from ..weights.model_config import config_of, keep_text_only
 from ..weights.sharding import DIVISION, Division
@@ -112,19 +112,20 @@ class CausalLM(PagedModel):
                 f"{options.name}: layers keep recurrent states of other sizes than those in the config, "
                 "expected the same"
             )
+        device = self.embedding.weight.device
+        if states:  # of one slot, for the passes before there are pools for all slots
+            self.states = StateCache.allocate(states, 1, CHECKED_NODES, 1, device)
         if options.shard.size == 1:  # the module of a shard has no reductions
-            self._check(layouts, states, options)
+            self._check(layouts, options)
+        self._make_pools(model, layouts, options)
         if states:
             sizes = options.num_slots, options.max_nodes, options.accept_width
-            device = self.embedding.weight.device
             self.states = StateCache.allocate(states, *sizes, device, options.num_snapshots)
-        self._make_pools(model, layouts, options)
+            self._hold(self.pools)
 
-    def _check(self, layouts: Sequence[KvLayout], states: Sequence[StateSpec], options: ModelOptions) -> None:
+    def _check(self, layouts: Sequence[KvLayout], options: ModelOptions) -> None:
         """Compare our layers with the module, with small pools of `dtype`."""
         device = self.embedding.weight.device
-        if states:
-            self.states = StateCache.allocate(states, 1, CHECKED_NODES, 1, device)
         num_pages = -(-CHECKED_ROWS // options.page_size) + 1
         self._hold(KvPools.allocate(layouts, num_pages, options.page_size, options.dtype, device))
         check_against_module(self, options.dtype, options.name)

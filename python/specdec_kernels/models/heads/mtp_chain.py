@@ -197,7 +197,8 @@ class MtpChain(DraftHead):
         skipped_of_slots = self._skipped_rows(layer, batch)
         prefix_lens = batch.prefix_lens - layer + skipped_of_slots
         slots = batch.slots.clamp(min=0)
-        skipped, starts = skipped_of_slots[slots], prefix_lens[slots]
+        # A free slot may have a longer backlog than rows.
+        skipped, starts = skipped_of_slots[slots], prefix_lens[slots].clamp(min=0)
         columns = torch.arange(width, dtype=torch.int32, device=tokens.device)
         places = (skipped[:, None] + columns).clamp(max=width - 1)
         return MtpRows(

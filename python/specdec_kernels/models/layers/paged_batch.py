@@ -60,6 +60,13 @@ class PagedBatch(NamedTuple):
     # Together all KV rows of a prefill, where latent attention is to expand them; empty: it does not.
     latent_blocks: Sequence[LatentBlock] = ()
 
+    def with_unused_rows(self, num_nodes: Tensor) -> PagedBatch:
+        """Return the batch for recurrent layers to read `num_nodes` [B] of each request's packed rows, the first."""
+        assert self.cu_seqlens_q is not None and self.mask is not None
+        begins = self.cu_seqlens_q[:-1]
+        slots, bounds = with_gaps(self.slots, begins, begins + num_nodes, len(self.mask))
+        return self._replace(sequences=Sequences(slots, bounds, self.prefix_lens, self.mask, self.status))
+
     def as_sequences(self, positions: Tensor) -> Sequences:
         """Return the rows, at positions [B, Q] or [M], as recurrent layers read them."""
         if self.sequences is not None:

@@ -17,7 +17,7 @@ from .checkpoint import load_tensors, local_folder, some, tensor_names
 from .formats import Scheme
 from .kv_scales import SCALE_NAME
 from .model_config import keep_text_only, keeps_experts, text_config
-from .mtp_layouts import mtp_prefixes
+from .mtp_layouts import LEFT_OUT, mtp_prefixes
 from .quantized_loading import STORED_BY, expert_of, load_quantized, own_names, replace_linears
 from .sharding import Division
 from .update import Skeleton
@@ -92,6 +92,7 @@ def load_divided(
         raise ValueError(f"{what} lacks {some(lacking)}, expected every tensor of the model and no other")
     if scheme is not None:
         setattr(model, STORED_BY, scheme)
+    setattr(model, LEFT_OUT, left_out)
     division.attach(model)
     return model.eval()
 

@@ -29,7 +29,7 @@ from .divided_loading import load_divided
 from .formats import Scheme
 from .kv_scales import SCALE_NAME
 from .model_config import is_mxfp4, scheme_in
-from .mtp_layouts import mtp_prefixes
+from .mtp_layouts import LEFT_OUT, mtp_prefixes
 from .quantized_loading import STORED_BY, QuantizedLinearsConfig, known_as, load_quantized, of_any_expert
 from .sharding import DIVISION, Division
 
@@ -175,6 +175,7 @@ def from_folder(
     )
     model, info = loaded
     draft_prefixes += mtp_prefixes(info["unexpected_keys"], num_layers)
+    setattr(model, LEFT_OUT, draft_prefixes)
     known = known_as(theirs, model)
     if scheme is not None:
         filled = load_quantized(model, folder, scheme, linears, theirs, f"{name}: {source}")

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+LEFT_OUT = "specdec_left_out"  # attribute of a target: prefixes of tensors in its checkpoint that it leaves out
+
 # Modules of an `MtpHead`.
 EMBEDDING_NORM, STATE_NORM, PROJECTION = "embedding_norm", "state_norm", "fc"
 # Modules of the language model in it, which some families call otherwise.

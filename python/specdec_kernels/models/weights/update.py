@@ -27,7 +27,7 @@ from ..layers.quantized import Fp8Weight, QuantizedLinear, QuantizedWeight
 from .checkpoint import some
 from .formats import Scheme, fitting_weight
 from .kv_scales import FP8, SCALE_NAME
-from .mtp_layouts import mtp_prefixes
+from .mtp_layouts import LEFT_OUT, mtp_prefixes
 from .quantized_loading import PARTS, STORED_BY, expert_of, own_names
 from .sharding import DIVISION, Cut, Division, Kept
 
@@ -81,6 +81,7 @@ class Skeleton:
             self._module: Any = type(model)._from_config(copy.deepcopy(model.config))
         division: Division | None = getattr(model, DIVISION, None)
         kept = {} if division is None else division.kept
+        self._left_out: tuple[str, ...] = getattr(model, LEFT_OUT, ())
         for name, tensor in model.state_dict().items():
             self._set(name, tensor, kept[name].shape if name in kept else tensor.shape)
         self._device = next(model.parameters()).device
@@ -129,7 +130,8 @@ class Skeleton:
         ignored = self._module._keys_to_ignore_on_load_unexpected or ()
         if key.endswith("rotary_emb.inv_freq") or any(re.search(pattern, key) for pattern in ignored):
             return True
-        return key.startswith(mtp_prefixes(unexpected, self._module.config.get_text_config().num_hidden_layers))
+        num_layers = self._module.config.get_text_config().num_hidden_layers
+        return key.startswith(self._left_out + mtp_prefixes(unexpected, num_layers))
 
 
 def updates_of(
