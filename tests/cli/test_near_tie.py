@@ -66,6 +66,15 @@ def test_likeliest_equals_the_reference(filters: dict[str, Any]) -> None:
     torch.testing.assert_close(likeliest(logits, sampling, 0.0), filtered(logits, 0.8, **filters))
 
 
+@pytest.mark.parametrize(("gap", "is_near"), [(1e-5, True), (0.02, False)])
+def test_tokens_at_the_edge_of_a_filter_may_change_places(gap: float, is_near: bool) -> None:
+    """Of two tokens one is kept, and the number is drawn for the first token or for it."""
+    logits = torch.tensor([1.0, 1.0 - gap, 2.0], dtype=torch.float64)
+    seed = next(seed for seed in range(99) if uniform(seed, 1) < 0.2)  # token 2 begins at 0.27
+    parted = difference(model_of(logits), [4], ([0], [1]), SamplingParams(temperature=1.0, seed=seed, top_k=2))
+    assert parted is not None and parted.is_near_tie == is_near
+
+
 def test_difference_of_sampled_tokens_near_a_boundary() -> None:
     seed, prompt, text = 11, [4, 4, 4], [8, 8]
     u = uniform(seed, 5)  # at the token that differs

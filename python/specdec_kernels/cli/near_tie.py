@@ -128,14 +128,12 @@ def difference_at(
 
     assert sampling.seed is not None
     drawn = uniform(sampling.seed, len(prompt) + at)
-    margins = []
-    for slack in (-roundoff, 0, roundoff):  # a filter may keep one token more or less
-        p = likeliest(logits, sampling, slack)
-        ends = p.cumsum(0)
-        distances = [max(float(ends[t] - p[t]) - drawn, drawn - float(ends[t]), 0.0) for t in candidates]
-        margins.append(max(distances) if p[candidates].all() else math.inf)
+    # A filter may keep one token more or less, or take two near-ties at its edge in the other order.
+    kept = [likeliest(logits, sampling, slack) for slack in (-roundoff, 0, roundoff)]
+    kept += edge_swapped(logits, sampling, roundoff)
+    nearest = [min(distance(p, token, drawn) for p in kept) for token in candidates]
     # A boundary F of the cumulative probabilities moves by at most F (1 - F) <= 1/4 of what the logits move by.
-    return Difference(at, min(margins), roundoff / sampling.temperature / 4)
+    return Difference(at, max(nearest), roundoff / sampling.temperature / 4)
 
 
 def edited(
@@ -159,6 +157,29 @@ def edited(
             matcher.fill(allowed[0, 0])
         edit_logits(logits.view(1, 1, -1), root, torch.zeros(1, 1, dtype=torch.int32), edits, vocab_mask=allowed)
     return logits
+
+
+def distance(p: Tensor, token: int, drawn: float) -> float:
+    """Return how far a number in [0, 1) is from those that draw the token from p [V]; infinite if none does."""
+    end = float(p[: token + 1].sum())
+    return max(end - float(p[token]) - drawn, drawn - end, 0.0) if p[token] > 0 else math.inf
+
+
+def edge_swapped(logits: Tensor, sampling: SamplingParams, roundoff: float) -> list[Tensor]:
+    """Return `likeliest` with the last token that a filter keeps and the first that it drops in the other order.
+
+    Empty if roundoff does not reverse the two.
+    """
+    is_kept = likeliest(logits, sampling, 0) > 0
+    if is_kept.all():
+        return []
+    last = logits.masked_fill(~is_kept, math.inf).argmin()
+    first = logits.masked_fill(is_kept, -math.inf).argmax()
+    if logits[last] - logits[first] > roundoff:
+        return []
+    other = logits.clone()
+    other[last], other[first] = logits[first], logits[last]
+    return [likeliest(other, sampling, 0)]
 
 
 def likeliest(logits: Tensor, sampling: SamplingParams, slack: float) -> Tensor:
