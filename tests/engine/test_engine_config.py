@@ -130,6 +130,11 @@ def test_config_is_a_value() -> None:
     [
         ({"max_len": 1}, "Engine: max_len is 1, expected at least 2"),
         ({"num_slots": 0}, "Engine: num_slots is 0, expected at least 1"),
+        ({"page_size": 1.5}, "Engine: page_size is 1.5, expected an integer"),
+        ({"page_size": "4"}, "Engine: page_size is '4', expected an integer"),
+        ({"num_slots": True}, "Engine: num_slots is True, expected an integer"),
+        ({"num_pages": 1e9}, "Engine: num_pages is 1000000000.0, expected an integer"),
+        ({"batch_sizes": [1.5, 8]}, "Engine: batch_sizes is 1.5, expected an integer"),
         ({"page_size": 0}, "Engine: page_size is 0, expected at least 1"),
         ({"prefill_chunk": -1}, "Engine: prefill_chunk is -1, expected at least 1"),
         ({"dtype": torch.int8}, "Engine: dtype is torch.int8, expected one of torch.float32, torch.float16, "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -227,6 +228,46 @@ def test_tensors_must_be_all_there_and_no_others(folder: Path, tmp_path: Path) -
         f"model: {other} has model.norm.weight of shape [5], expected [96], "
         "expected every tensor of the model and no other"
     )
+
+
+def test_tensors_of_experts_must_be_all_there_and_fit_each_other(tmp_path: Path) -> None:
+    whole, name = save_random_model(tmp_path / "model", "qwen3_moe"), "model.layers.2.mlp.experts.3.up_proj.weight"
+    other = changed(whole, tmp_path / "x", lambda tensors: tensors.__delitem__(name))
+    assert refusal(other) == f"model: {other} lacks {name}, expected every tensor of the model and no other"
+
+    def cut(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name][:5].clone()
+
+    message = refusal(changed(whole, tmp_path / "y", cut))
+    assert re.fullmatch(r"model: .*y does not load \(RuntimeError: .*\), expected every tensor of the .*", message)
+
+
+def test_integers_are_no_weights_of_a_folder_that_is_not_quantized(folder: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def quantize(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = (tensors[name] * 50).to(torch.int8)
+
+    other = changed(folder, tmp_path / "x", quantize)
+    assert refusal(other) == (
+        f"model: {other} has {name} of I8, expected floats (its config names no way in which it is quantized)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": "6"}, "has a config that transformers refuses (StrictDataclassFieldValidationError: "),
+        ({"hidden_act": "sillu"}, "does not load (KeyError: 'sillu'), expected every tensor of the model and no other"),
+    ],
+)
+def test_configs_that_transformers_refuses_are_named(
+    changes: dict[str, Any], reason: str, folder: Path, tmp_path: Path
+) -> None:
+    other = changed(folder, tmp_path / "x", **changes)
+    assert refusal(other).startswith(f"model: {other} {reason}")
+    (other / "config.json").write_text("[1]")
+    assert refusal(other) == f"model: {other} has a config that is a list, expected an object"
 
 
 def test_tied_heads_and_rotations_are_no_fault(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -163,6 +164,9 @@ class EngineOptions:
             check_at_least(2, max_len=self.max_len)
         check_at_least(1, num_slots=self.num_slots, page_size=self.page_size, prefill_chunk=self.prefill_chunk)
         check_at_least(1, snapshot_rows=self.snapshot_rows)
+        for name in ("num_pages", "rounds_in_flight"):
+            if getattr(self, name) is not None:
+                check_integer(f"Engine: {name}", getattr(self, name))
         if self.num_snapshots is not None:
             check_at_least(0, num_snapshots=self.num_snapshots)
         if self.tp is not None:
@@ -185,6 +189,8 @@ class EngineOptions:
         if self.batch_sizes is None:
             return
         sizes = list(self.batch_sizes)
+        for size in sizes:
+            check_integer("Engine: batch_sizes", size)
         if not sizes or sizes[0] < 1 or sizes[-1] != self.num_slots or sorted(set(sizes)) != sizes:
             raise ValueError(f"Engine: batch_sizes is {sizes}, expected rising sizes up to num_slots={self.num_slots}")
 
@@ -203,10 +209,17 @@ class EngineOptions:
 
 
 def check_at_least(low: int, **arguments: int) -> None:
-    """Raise ValueError for an argument below `low`."""
+    """Raise ValueError for an argument that is no integer, or below `low`."""
     for name, value in arguments.items():
+        check_integer(f"Engine: {name}", value)
         if value < low:
             raise ValueError(f"Engine: {name} is {value}, expected at least {low}")
+
+
+def check_integer(what: str, value: Any) -> None:
+    """Raise ValueError for a value, in errors `what`, that is no integer; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{what} is {value!r}, expected an integer")
 
 
 def documents_options(kind: type[Class]) -> type[Class]:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
 
 from ..families import kv_numbers
 from ..layers.reduction import LOCAL
 from ..shard import Shard
 from ..state_cache import bytes_of
 from ..weights.loading import auto_class
-from ..weights.model_config import config_of, keep_text_only, scheme_in
+from ..weights.model_config import config_of, config_values, keep_text_only, scheme_in, whole_config
 from ..weights.sharding import Cut, Division
 from .native import check_supported
 
@@ -58,7 +57,7 @@ def share_of(model: str | Path, size: int, name: str = "model") -> Share:
         division = Division(text, whole.division(), shard, LOCAL, name)
         cuts = division.cuts(module)
         division.attach(module)
-    values, _ = PretrainedConfig.get_config_dict(str(model))
+    values = config_values(model, name)
     specs = local.state_specs(dtype)
     state, with_node = (sum(bytes_of(spec, 1, nodes) for spec in specs) for nodes in (0, 1))
     parameters = dict(module.named_parameters())
@@ -72,7 +71,7 @@ def share_of(model: str | Path, size: int, name: str = "model") -> Share:
 
 def empty_module(model: str | Path, dtype: torch.dtype, name: str) -> Any:
     """Return the text decoder of a folder or hub id without memory for its weights."""
-    config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
+    config = whole_config(model, name)
     kind = auto_class(config, model, name)._model_mapping[type(config)]
     config = copy.deepcopy(config)
     for part in (config, config.get_text_config(decoder=True)):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from ...ops import rms_norm_concat
 from ..backends.native import CausalLM
@@ -29,7 +29,7 @@ from ..layers.quantized import Fp8Weight
 from ..weights.checkpoint import load_tensors, local_folder, some, tensor_names
 from ..weights.formats import fitting_weight
 from ..weights.loading import DTYPES, check_modules, place
-from ..weights.model_config import config_of, scheme_in
+from ..weights.model_config import config_of, config_values, scheme_in
 from ..weights.mtp_layouts import (
     EMBEDDING,
     EMBEDDING_NORM,
@@ -118,7 +118,7 @@ class MtpCheckpoint:
 
 def dequantized(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """Return a checkpoint's tensors with one weight in float32 for each quantized linear of FP8."""
-    values, _ = PretrainedConfig.get_config_dict(str(folder))
+    values = config_values(folder, NAME)
     scheme = scheme_in(values, f"{NAME}: {folder}")
     rest = dict(tensors)
     if scheme is None or scheme.kept is not Fp8Weight:

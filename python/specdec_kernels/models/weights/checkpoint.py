@@ -137,20 +137,46 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return weight_map(file) if file.suffix == ".json" else dict.fromkeys(tensor_names(folder), file.name)
 
 
-def float8_tensors(folder: Path) -> set[str]:
-    """Return the names of the tensors in one of the float8 dtypes, without reading any."""
-    found = set[str]()
+def stored_dtypes(folder: Path) -> dict[str, str]:
+    """Return the dtype of each tensor, such as F32, F8_E4M3 or I8, without reading any."""
+    found = dict[str, str]()
     files = tensor_files(folder)
     for file in sorted(set(files.values())):
         path = folder / file
         if path.suffix == ".safetensors":
             with readable(path), safe_open(path, "pt") as tensors:
-                names = {name for name in tensors.keys() if tensors.get_slice(name).get_dtype().startswith("F8")}  # noqa: SIM118
+                dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         else:
-            stored = unpickled(path, "meta").items()
-            names = {name for name, tensor in stored if tensor.is_floating_point() and tensor.dtype.itemsize == 1}
-        found |= {name for name in names if files.get(name) == file}
+            dtypes = {name: dtype_name(tensor.dtype) for name, tensor in unpickled(path, "meta").items()}
+        found |= {name: dtype for name, dtype in dtypes.items() if files.get(name) == file}
     return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that safetensors has for a dtype, up to the kind of 8-bit float."""
+    if dtype == torch.bfloat16:
+        return "BF16"
+    kind = "F" if dtype.is_floating_point else "C" if dtype.is_complex else "I"
+    return f"{kind}{8 * dtype.itemsize}"
+
+
+def float8_tensors(folder: Path) -> set[str]:
+    """Return the names of the tensors in one of the float8 dtypes, without reading any."""
+    return {name for name, dtype in stored_dtypes(folder).items() if dtype.startswith("F8")}
+
+
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+
+
+def missing_of_experts(folder: Path) -> list[str]:
+    """Return the tensors that some expert of a layer lacks and another has, by their names."""
+    experts, parts, names = dict[str, set[str]](), dict[str, set[str]](), set(tensor_names(folder))
+    for match in filter(None, map(EXPERT.fullmatch, names)):
+        layer, expert, part = match.groups()
+        experts.setdefault(layer, set()).add(expert)
+        parts.setdefault(layer, set()).add(part)
+    wanted = {f"{layer}{expert}{part}" for layer in experts for expert in experts[layer] for part in parts[layer]}
+    return sorted(wanted - names)
 
 
 def load_tensors(folder: Path, wanted: Callable[[str], object] = ALL) -> dict[str, Tensor]:

@@ -13,22 +13,20 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # of an nn.MultiheadAttention: a plain one
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
-    PretrainedConfig,
 )
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ..layers.moe import QuantizedExperts
 from ..layers.quantized import Fp8Weight, QuantizedLinear
 from .adapters import merge_adapter
-from .checkpoint import float8_tensors, local_folder, some, tensor_names
+from .checkpoint import float8_tensors, local_folder, missing_of_experts, some, stored_dtypes, tensor_names
 from .divided_loading import load_divided
 from .formats import Scheme
 from .kv_scales import SCALE_NAME
-from .model_config import is_mxfp4, scheme_in
+from .model_config import config_values, in_a_line, is_mxfp4, scheme_in, whole_config
 from .mtp_layouts import LEFT_OUT, mtp_prefixes
 from .quantized_loading import STORED_BY, QuantizedLinearsConfig, known_as, load_quantized, of_any_expert
 from .sharding import DIVISION, Division
@@ -137,9 +135,9 @@ def from_folder(
     """
     if (Path(source) / "generation_config.json").exists():
         GenerationConfig.from_pretrained(str(source))  # from_pretrained drops a broken one, and its stop tokens
-    config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
+    config = whole_config(source, name)
     kind = auto_class(config, source, name)
-    values, _ = PretrainedConfig.get_config_dict(str(source))
+    values = config_values(source, name)
     scheme = scheme_in(values, f"{name}: {source}")
     num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
     mxfp4 = values["quantization_config"] if is_mxfp4(values) else None
@@ -164,16 +162,16 @@ def from_folder(
         read = {of_any_expert(tensor) for tensor in theirs}
         other_experts = {tensor for tensor in names - theirs if of_any_expert(tensor) in read}
         own = {"quantization_config": QuantizedLinearsConfig(linears, theirs)}
-    loaded: Any = kind.from_pretrained(
-        str(source),
-        config=config,
-        dtype=dtype,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **own,
-    )
-    model, info = loaded
+    options = {"config": config, "dtype": dtype, "trust_remote_code": False} | own
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        model, info = kind.from_pretrained(str(source), **options)
+    except OSError:
+        raise
+    except Exception as error:  # sizes that no module has; experts that do not fit each other
+        lacking = missing_of_experts(Path(source)) if Path(source).is_dir() else []
+        why = f"lacks {some(lacking)}, expected" if lacking else f"does not load ({in_a_line(error)}), expected"
+        raise ValueError(f"{name}: {source} {why} every tensor of the model and no other") from error
     draft_prefixes += mtp_prefixes(info["unexpected_keys"], num_layers)
     setattr(model, LEFT_OUT, draft_prefixes)
     known = known_as(theirs, model)
@@ -194,7 +192,22 @@ def from_folder(
         raise ValueError(f"{name}: {source} {' and '.join(faults)}, expected every tensor of the model and no other")
     if scheme is not None:
         check_scales(scheme, (float8_tensors(folder) & names) - theirs, f"{name}: {source}")
+    elif mxfp4 is None and Path(source).is_dir():
+        check_floats(Path(source), unexpected, f"{name}: {source}")
     return model
+
+
+def check_floats(folder: Path, left_out: set[str], what: str) -> None:
+    """Refuse weights of integers in a folder that is not quantized: transformers would take them for values.
+
+    Raises:
+        ValueError: one of them.
+    """
+    for tensor, dtype in sorted(stored_dtypes(folder).items()):
+        if tensor.endswith(".weight") and tensor not in left_out and not dtype.startswith(("F", "BF")):
+            raise ValueError(
+                f"{what} has {tensor} of {dtype}, expected floats (its config names no way in which it is quantized)"
+            )
 
 
 def check_scales(scheme: Scheme, others: set[str], what: str) -> None:

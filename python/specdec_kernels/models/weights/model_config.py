@@ -48,14 +48,42 @@ def config_of(model: str | Path | nn.Module, name: str = "model") -> Any:
     if isinstance(model, nn.Module):
         return module_config(model, name)
     expect_kind(model, LANGUAGE_MODEL, name)
-    values, _ = PretrainedConfig.get_config_dict(str(model))
+    values = config_values(model, name)
     scheme_in(values, f"{name}: {model}")
     if values.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(
             f"{name}: {model} has model_type {values.get('model_type')!r}, "
             "expected one that transformers knows (code that comes with a model is not run)"
         )
-    return text_config(AutoConfig.from_pretrained(str(model), trust_remote_code=False))
+    return text_config(whole_config(model, name))
+
+
+def config_values(source: str | Path, name: str) -> dict[str, Any]:
+    """Return the entries in the config of a folder or hub id; raise ValueError for one that is no object."""
+    values, _ = PretrainedConfig.get_config_dict(str(source))
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: {source} has a config that is a {type(values).__name__}, expected an object")
+    return values
+
+
+def whole_config(source: str | Path, name: str) -> Any:
+    """Return the config of a folder or hub id as transformers reads it.
+
+    Raises:
+        ValueError: an entry that transformers refuses.
+        OSError: there is no config.
+    """
+    try:
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception as error:  # its validators raise errors of several kinds
+        raise ValueError(f"{name}: {source} has a config that transformers refuses ({in_a_line(error)})") from error
+
+
+def in_a_line(error: Exception) -> str:
+    """Return the kind and the text of an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def model_name(model: str | Path | nn.Module) -> str:
@@ -147,7 +175,7 @@ def storage_of(model: str | Path, config: Any) -> Storage:
     Raises:
         ValueError: as `scheme_in`.
     """
-    values, _ = PretrainedConfig.get_config_dict(str(model))
+    values = config_values(model, "model")
     scheme = scheme_in(values, str(model))
     count = next((getattr(config, name) for name in NUM_EXPERTS if hasattr(config, name)), 0)
     linears = "in the engine's dtype"
