@@ -545,6 +545,8 @@ def test_trees_of_other_shapes_are_refused_by_name(change: Any, message: str) ->
     ("make", "message"),
     [
         (lambda: Eagle3("x", num_steps=0), "Eagle3: num_steps is 0, expected 1 to 64"),
+        (lambda: Eagle3("x", num_steps=1.5), "Eagle3: num_steps is 1.5, expected an integer"),  # type: ignore[arg-type]
+        (lambda: Ngram(num_nodes=True), "Ngram: num_nodes is True, expected an integer"),
         (lambda: Eagle("x", topk=65), "Eagle: topk is 65, expected 1 to 64"),
         (lambda: Standalone("x", num_nodes=257), "Standalone: num_nodes is 257, expected 1 to 256"),
         (lambda: Eagle3(None), "Eagle3: head is a NoneType, expected a folder, a hub id or an Eagle3Head"),
