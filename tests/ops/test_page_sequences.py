@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import specdec_kernels as sd
+from support.exhaustive import covering
 from support.page_pools import TwoPools
 from support.paged import INT
 
@@ -61,13 +62,13 @@ def run_sequence(pools: TwoPools, page_size: int, max_pages: int, rng: random.Ra
     assert pools.num_free() == len(pools.pool.page_refs)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
 @pytest.mark.parametrize(
-    ("num_slots", "num_pages", "max_pages"), [(1, 1, 1), (3, 4, 3), (5, 9, 4), (8, 23, 7), (13, 60, 40)]
+    ("sizes", "page_size"),
+    covering([(1, 1, 1), (3, 4, 3), (5, 9, 4), (8, 23, 7), (13, 60, 40)], [1, 3, 16, 64]),
+    ids=str,
 )
-def test_page_ops_conserve_pages(
-    device: torch.device, num_slots: int, num_pages: int, max_pages: int, page_size: int
-) -> None:
+def test_page_ops_conserve_pages(device: torch.device, sizes: tuple[int, int, int], page_size: int) -> None:
+    num_slots, num_pages, max_pages = sizes
     for seed in range(SEQUENCES):
         pools = TwoPools(device, num_pages, num_slots, max_pages, page_size)
         run_sequence(pools, page_size, max_pages, random.Random(seed))

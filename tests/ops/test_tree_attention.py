@@ -14,6 +14,7 @@ from specdec_kernels import _C, torch_ops
 from specdec_kernels.reference import attention as reference
 from support.attention_cases import NAN, Cache, make_cache, pack_bits, random_tree, random_trees
 from support.devices import HAS_CUDA, TOLERANCES
+from support.exhaustive import covering, thinned
 
 # lse has the absolute error of a score: a float32 dot product of up to 256 terms, a few units of 2^-24 of scores up
 # to about 10.
@@ -153,8 +154,7 @@ def test_tree_attention_of_causal_chains(
 
 @all_paths
 @pytest.mark.parametrize("window", [None, 90, 700])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize(("page_size", "kv_heads"), covering([1, 16], [1, 4]))
 def test_tree_attention_of_prompt_chunks(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, kv_heads: int, page_size: int, window: int | None
 ) -> None:
@@ -192,7 +192,7 @@ def test_tree_attention_of_tails_shorter_than_q(
     [[0], [1], [15], [2000], [0, 700], [33, 1], [0, 0, 130], [1100, 64, 16, 0], [127, 128, 129, 4000]],
     ids=str,
 )
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", thinned([64, 128], (64).__eq__))
 def test_tree_attention_of_few_requests(device: torch.device, head_dim: int, prefixes: list[int], rows: int) -> None:
     """Splits of the KV and row tiles that are empty, partial, or as many as possible."""
     batch = len(prefixes)
@@ -206,8 +206,13 @@ def test_tree_attention_of_few_requests(device: torch.device, head_dim: int, pre
 
 
 @all_paths
-@pytest.mark.parametrize(("batch", "rows"), [(11, 1), (16, 7), (16, 40), (20, 3), (33, 17), (64, 5), (70, 2)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    thinned(
+        [(11, 1), (16, 7), (16, 40), (20, 3), (33, 17), (64, 5), (70, 2)], {(16, 40), (33, 17), (70, 2)}.__contains__
+    ),
+)
+@pytest.mark.parametrize("head_dim", thinned([64, 128], (128).__eq__))
 def test_tree_attention_of_unsplit_short_kv(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, head_dim: int, batch: int, rows: int
 ) -> None:
@@ -860,9 +865,8 @@ def test_tree_attention_of_whole_items(device: torch.device, plan: str | None, b
 
 
 @on_plans("sm90.wgmma.64.split", "sm90.wgmma.128.split", "sm80.mma.16.split", "sm80.mma.32.split")
-@pytest.mark.parametrize("rows", [9, 33, 64, 80, 150, 200])
-@pytest.mark.parametrize("page_size", [1, 48, 256])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("rows", "page_size"), covering([9, 33, 64, 80, 150, 200], [1, 48, 256]))
+@pytest.mark.parametrize("head_dim", thinned([64, 128, 256], (128).__eq__))
 def test_tree_attention_on_stream_k_plans(
     device: torch.device, plan: str | None, head_dim: int, page_size: int, rows: int
 ) -> None:
