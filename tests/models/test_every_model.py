@@ -6,9 +6,10 @@ docs/models.md is what comes out, for one version of transformers; `PYTHONPATH=t
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specdec_kernels.engine import Engine, Ngram, RequestOutput, SamplingParams, Standalone
+from specdec_kernels.engine import Draft, Engine, Ngram, RequestOutput, SamplingParams, Standalone
 from specdec_kernels.models.families import family_of, known_families
 from specdec_kernels.models.weights.model_config import PLAIN_TEXT_DECODERS, text_config
 from support.exhaustive import exhaustive
@@ -78,19 +79,21 @@ def expect_like(text: RequestOutput, want: tuple[list[int], torch.Tensor], what:
     assert (error <= ERROR * logits.double().std(-1).clamp(min=1e-3)).all(), f"{what}: {error}"
 
 
-def texts(model: Any, other: Any, implementation: str, chosen: Collection[str]) -> dict[str, RequestOutput]:
+def texts(
+    model: Any, make_other: Callable[[], Any], implementation: str, chosen: Collection[str]
+) -> dict[str, RequestOutput]:
     """Return the text of each chosen draft. ValueError: the model is refused."""
     params, found = SamplingParams(max_new_tokens=LENGTH, ignore_eos=True, logprobs=LIKELIEST), {}
-    drafts = {
-        "plain": None,
-        "n-gram": Ngram(num_nodes=8),
-        "itself": Standalone(model, num_steps=3, topk=2, num_nodes=6),
-        "another": Standalone(other, num_steps=2, topk=2, num_nodes=5),
+    drafts: dict[str, Callable[[], Draft | None]] = {
+        "plain": lambda: None,
+        "n-gram": lambda: Ngram(num_nodes=8),
+        "itself": lambda: Standalone(model, num_steps=3, topk=2, num_nodes=6),
+        "another": lambda: Standalone(make_other(), num_steps=2, topk=2, num_nodes=5),
     }
     for name in chosen:
         with Engine(
             model,
-            draft=drafts[name],
+            draft=drafts[name](),
             implementation=implementation,
             adaptive=False,
             max_len=64,
@@ -121,19 +124,19 @@ def keeps_states(model_type: str) -> bool:
 def row_of(model_type: str, chosen: Collection[str] = DRAFTS) -> str:
     """Return the line of the table. AssertionError: a model that opens gives another text than its own."""
     backends, why = {"native": "-", "transformers": "-"}, ""
+    if not can_be_made(model_type):
+        return f"| {model_type} | - | - | not tried: {NO_SMALL.get(model_type, 'no small checkpoint can be made of its config')} |"
     for backend in backends:
-        if not can_be_made(model_type):
-            why = f"not tried: {NO_SMALL.get(model_type, 'no small checkpoint can be made of its config')}"
-            continue
         if backend == "native" and text_config(tiny_config(model_type)).model_type not in known_families():
             continue
         changes = NATIVE | NATIVE_OF.get(model_type, {}) if backend == "native" else {}
         names = tuple(chosen)
         if backend == "native" and keeps_states(model_type):
             names = tuple(dict.fromkeys("plain" if name == "plain" else "n-gram" for name in chosen))
-        model, other = (tiny_model(model_type, seed, **changes) for seed in (0, 1))
+        make = functools.partial(tiny_model, model_type, **changes)
+        model = make(0)
         try:
-            found = texts(model, other, backend, names)
+            found = texts(model, functools.partial(make, 1), backend, names)
         except ValueError as error:
             why = (
                 re.sub(r"^(draft )?model: \w+ ", "", str(error))

@@ -330,12 +330,12 @@ def test_chains_are_those_of_the_variant(variant: str, tmp_path: Path, monkeypat
     engine = engine_of((Eagle3 if eagle3 else Eagle)(folder, num_steps=STEPS, topk=1))
     drafted = record_chains(engine, monkeypatch)
     prompts = [prompt[:n] for prompt, n in zip(held_out("code"), (20, 33, 9), strict=False)]
-    texts = [out.prompt_tokens + out.tokens for out in engine.generate(prompts, SamplingParams(max_new_tokens=6))]
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=6))
     wanted = {
         (length, *chain) if margin > 1e-3 else (length,)
-        for text in texts
-        for length in range(8, len(text))
-        for chain, margin in [reference.chain(text[: length + 1])]
+        for prompt, out in zip(prompts, outputs, strict=True)
+        for length in range(len(prompt), len(prompt) + len(out.tokens))
+        for chain, margin in [reference.chain((prompt + out.tokens)[: length + 1])]
     }
     right = [(length, *chain) in wanted or (length,) in wanted for length, chain in drafted]
     assert len(right) >= 12 and all(right), right
