@@ -28,6 +28,7 @@ from support.budget_engines import (
     prompts,
 )
 from support.devices import HAS_CUDA
+from support.exhaustive import exhaustive
 from support.observed_rounds import wrap_launch
 
 NODES = [1, 2, 4, 8, 16]
@@ -267,8 +268,8 @@ def test_budget_without_costs_uses_highest_level() -> None:
 
 
 @pytest.mark.parametrize("cost", [flat, bound])
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.95])
-@pytest.mark.parametrize("batch", [1, 8, 40, 64])
+@pytest.mark.parametrize("rate", [0.0, *exhaustive(0.3), 0.6, 0.95])
+@pytest.mark.parametrize("batch", [1, 8, *exhaustive(40), 64])
 def test_budget_finds_best_level(cost: Callable[[int, int], float], rate: float, batch: int) -> None:
     device = Device(cost, rate, batch)
     device.measure()

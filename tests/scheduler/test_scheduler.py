@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_kernels import _C
-from support.exhaustive import exhaustive
+from support.exhaustive import covering, exhaustive
 from support.fake_device import (
     BAD_LENGTH,
     BAD_TREE,
@@ -106,8 +106,7 @@ def test_scheduler_random_cancels(batch: int, rounds_in_flight: int) -> None:
     assert reasons == {STOP, LENGTH, CONTEXT, CANCELLED, TIMEOUT}
 
 
-@overlapped
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "rounds_in_flight"), covering(METHODS, [1, 2, 3]))
 @pytest.mark.parametrize("batch", [0, *exhaustive(*range(1, 6))])
 def test_scheduler_random_exceptions(batch: int, method: str, rounds_in_flight: int) -> None:
     """Whatever raises, the exception comes out, its requests end with an error, and the others lose nothing."""
