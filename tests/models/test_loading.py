@@ -494,6 +494,12 @@ def test_why_a_tokenizer_does_not_load_is_said(folder: Path, tmp_path: Path) -> 
         assert str(error.value).startswith(f"SamplingParams: stop is given, expected none ({reason}")
 
 
+def test_a_tokenizer_that_is_asked_for_has_to_load(folder: Path) -> None:
+    assert refusal(folder, tokenizer=folder) == (
+        f"Engine: tokenizer is {folder}, expected one that loads ({folder} has no tokenizer)"
+    )
+
+
 @pytest.mark.parametrize("given", [tokenizer, lambda: tiny_model("target"), lambda: str(tiny_model("target"))])
 def test_a_module_takes_a_tokenizer(given: Callable[[], Any]) -> None:
     engine = Engine(loaded(tiny_model("target")), tokenizer=given(), max_len=64, device="cpu")
@@ -519,6 +525,11 @@ def test_all_tokens_that_end_a_text_do(folder: Path, tmp_path: Path) -> None:
         assert got.tokens == free.tokens[:end]
     want = loaded(other).generate(torch.tensor(prompts), max_new_tokens=24, do_sample=False, pad_token_id=0)
     assert want[0, len(prompts[0]) :].tolist() == free.tokens[:end]
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, stop]}))  # -1: none
+    (got,) = Engine(other, max_len=128, device="cpu").generate(prompts, SamplingParams(24))
+    assert got.tokens == free.tokens[:end]
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    assert refusal(other) == (f"model: {other} has eos_token_id '</s>' in its generation config, expected token ids")
     (other / "generation_config.json").write_text("{")
     with pytest.raises(OSError, match="generation_config"):
         Engine(other, max_len=128, device="cpu")

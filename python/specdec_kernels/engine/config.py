@@ -247,7 +247,7 @@ class EngineConfig:
             rounds_in_flight=options.rounds_in_flight or (2 if on_cuda else 1),
             prefix_cache=prefix_cache,
             num_snapshots=num_snapshots,
-            snapshot_pages=max(options.snapshot_rows // options.page_size, 1),
+            snapshot_pages=min(max(options.snapshot_rows // options.page_size, 1), max_pages),
             fixed_split=INVARIANT_SPLIT if options.batch_invariant else None,
             calibrates=options.calibrate and not options.batch_invariant,
             top_n=min(MAX_LOGPROBS, model.vocab_size),

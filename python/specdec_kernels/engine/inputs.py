@@ -274,9 +274,13 @@ def params_of_each(params: Any, count: int, op: str) -> list[SamplingParams]:
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Return the tokens that end a text: of the generation config, else of the model's config, else the tokenizer."""
+    """Return the tokens that end a text: of the generation config, else of the model's config, else the tokenizer.
+
+    Negative ids, which some configs have for none, are left out.
+    """
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         eos = getattr(source, "eos_token_id", None)
         if eos is not None:
-            return list(eos) if isinstance(eos, list | tuple) else [eos]
+            tokens = list(eos) if isinstance(eos, list | tuple) else [eos]
+            return [token for token in tokens if token >= 0]
     return []

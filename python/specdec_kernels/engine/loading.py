@@ -75,6 +75,8 @@ class Loading:
         tokenizer, no_tokenizer = load_tokenizer(
             base, options.tokenizer or own_tokenizer(adapter), options.trust_remote_code
         )
+        if options.tokenizer is not None and tokenizer is None:
+            raise ValueError(f"Engine: tokenizer is {options.tokenizer}, expected one that loads ({no_tokenizer})")
         target_name = "+".join(model_name(part) for part in (base, adapter) if part is not None)
         return cls(
             draft=draft,

@@ -45,7 +45,7 @@ def load_tokenizer(model: str | Path | nn.Module, tokenizer: Any, trust_remote_c
         return None, "the model is a module, and no tokenizer= is given"
     source = str(model if tokenizer is None else tokenizer)
     if Path(source).is_dir() and not has_tokenizer(Path(source)):
-        return None, "the model folder has no tokenizer"
+        return None, "the model folder has no tokenizer" if tokenizer is None else f"{source} has no tokenizer"
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code), ""
     except Exception as error:  # its files, or the code that reads them, may raise anything

@@ -134,7 +134,10 @@ def from_folder(
     Tensors of MTP layers are left out. With a division it is a rank's part, unless experts are MXFP4.
     """
     if (Path(source) / "generation_config.json").exists():
-        GenerationConfig.from_pretrained(str(source))  # from_pretrained drops a broken one, and its stop tokens
+        # from_pretrained drops a broken one, and its stop tokens.
+        eos = GenerationConfig.from_pretrained(str(source)).eos_token_id
+        if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos or 0])):
+            raise ValueError(f"{name}: {source} has eos_token_id {eos!r} in its generation config, expected token ids")
     config = whole_config(source, name)
     kind = auto_class(config, source, name)
     values = config_values(source, name)
