@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -39,7 +40,7 @@ from specdec_kernels.engine.drafts.proposal import DrawnFrom, ScoredTree, scored
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.recording_heads import DepthDraft
-from support.tiny_checkpoint import Comparison, accept_length, greedy_by_transformers, held_out, reference_model
+from support.tiny_checkpoint import Comparison, accept_length, held_out, reference_model, reference_texts
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 NEW_TOKENS = 40
@@ -76,9 +77,7 @@ def prompts() -> list[list[int]]:
 def expect_plain_texts(engine: Engine) -> list[RequestOutput]:
     comparison = Comparison(reference_model())
     outputs = engine.generate(prompts(), SamplingParams(NEW_TOKENS))
-    for prompt, output, want in zip(
-        prompts(), outputs, greedy_by_transformers(reference_model(), prompts(), NEW_TOKENS), strict=True
-    ):
+    for prompt, output, want in zip(prompts(), outputs, reference_texts(prompts(), NEW_TOKENS), strict=True):
         comparison.check(prompt, output.tokens, want)
     assert len(comparison.near_ties) <= 1 and not engine.state.status.any()
     return outputs
@@ -461,8 +460,13 @@ class Trees(Bigrams):  # type: ignore[misc, valid-type]
         return proposal._replace(drafts=ScoredTree(tree, scores))
 
 
+@functools.cache
+def two_plain_texts(device: torch.device) -> list[RequestOutput]:
+    return make_engine(None, device).generate([prompts()[6], prompts()[0]], SamplingParams(NEW_TOKENS))
+
+
 def expect_first_request_ends_with_bad_tree(draft: Draft, device: torch.device) -> None:
-    want = make_engine(None, device).generate([prompts()[6], prompts()[0]], SamplingParams(NEW_TOKENS))
+    want = two_plain_texts(device)
     with closing(make_engine(draft, device, adaptive=False)) as engine:
         requests = engine.submit_many([prompts()[6], prompts()[0]], SamplingParams(NEW_TOKENS))
         with pytest.raises(RuntimeError, match="BAD_TREE"):

@@ -17,14 +17,7 @@ from specdec_kernels.engine.drafts.composition import pools_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.exhaustive import covering, representative
-from support.tiny_checkpoint import (
-    Comparison,
-    accept_length,
-    greedy_by_transformers,
-    held_out,
-    reference_model,
-    tokenizer,
-)
+from support.tiny_checkpoint import Comparison, accept_length, held_out, reference_model, reference_texts, tokenizer
 
 NUM_PROMPTS = 100  # of an exhaustive run
 FEW = 32
@@ -61,7 +54,7 @@ def prompts(count: int = FEW) -> list[list[int]]:
 
 @functools.cache
 def reference(count: int = FEW) -> list[list[int]]:
-    return greedy_by_transformers(reference_model(), prompts(count), NEW_TOKENS)
+    return reference_texts(prompts(count), NEW_TOKENS)
 
 
 def make_engine(draft: Draft | None, layout: str, device: torch.device) -> Engine:
@@ -192,7 +185,7 @@ def test_a_request_ends_where_on_tokens_says() -> None:
 def test_engine_one_token_prompts(name: str, device: torch.device) -> None:
     engine = make_engine(DRAFTS[name](), "batched", device)
     starts = [[prompt[0]] for prompt in prompts()[:6]]
-    want = greedy_by_transformers(reference_model(), starts, 16)
+    want = reference_texts(starts, 16)
     comparison = Comparison(reference_model())
     for prompt, output, text in zip(starts, engine.generate(starts, SamplingParams(16)), want, strict=True):
         comparison.check(prompt, output.tokens, text)

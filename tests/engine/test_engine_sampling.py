@@ -15,7 +15,7 @@ from specdec_kernels.engine.device.round import Round
 from specdec_kernels.tiny import tiny_model
 from support.exhaustive import covering
 from support.sampled_texts import KINDS, close_draws, differing
-from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
+from support.tiny_checkpoint import Comparison, held_out, reference_model, reference_texts
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 MAX_LEN = 256
@@ -119,7 +119,7 @@ def test_sampled_text_equals_reference() -> None:
 
 def test_greedy_rows_of_a_mixed_batch() -> None:
     greedy = [i for i, sampling in enumerate(params()) if sampling.temperature == 0]
-    want = greedy_by_transformers(reference_model(), [prompts()[i] for i in greedy], NEW_TOKENS)
+    want = reference_texts([prompts()[i] for i in greedy], NEW_TOKENS)
     comparison = Comparison(reference_model())
     for i, text in zip(greedy, want, strict=True):
         comparison.check(prompts()[i], plain()[i].tokens, text)
@@ -177,7 +177,7 @@ def test_drawn_seed_is_reported_and_repeatable() -> None:
     ids=str,
 )
 def test_sampling_of_one_token_is_greedy(narrow: dict[str, Any]) -> None:
-    want = greedy_by_transformers(reference_model(), prompts()[:8], NEW_TOKENS)
+    want = reference_texts(prompts()[:8], NEW_TOKENS)
     outputs = make_engine("eagle3-tree", "batched").generate(
         prompts()[:8], SamplingParams(NEW_TOKENS, seed=5, **narrow)
     )

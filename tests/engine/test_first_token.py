@@ -30,7 +30,7 @@ from support.manual_rounds import begin, run
 from support.manual_rounds import make_engine as make_engine_of
 from support.manual_rounds import prompts as round_prompts
 from support.observed_rounds import launches_of, prefills_of, wrap_method
-from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
+from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model, reference_texts
 from support.window_models import WINDOW, model_of, random_texts
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
@@ -81,9 +81,7 @@ class Calls:
 
 def expect_texts(prompts: list[list[int]], outputs: list[RequestOutput], count: int) -> None:
     comparison = Comparison(reference_model())
-    for prompt, output, want in zip(
-        prompts, outputs, greedy_by_transformers(reference_model(), prompts, count), strict=True
-    ):
+    for prompt, output, want in zip(prompts, outputs, reference_texts(prompts, count), strict=True):
         comparison.check(prompt, output.tokens, want[: len(output.tokens)])
 
 

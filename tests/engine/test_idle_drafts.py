@@ -29,7 +29,7 @@ from support.exhaustive import representative
 from support.manual_rounds import begin, prompts
 from support.manual_rounds import run as run_round
 from support.observed_rounds import launches_of
-from support.tiny_checkpoint import Comparison, greedy_by_transformers, reference_model
+from support.tiny_checkpoint import Comparison, reference_model, reference_texts
 
 HEAD = tiny_model("eagle3")
 MAX_LEN, NEW_TOKENS = 128, 40
@@ -257,7 +257,7 @@ TWICE: dict[str, Callable[[Path], Callable[[], ModelDraft]]] = {
 
 @functools.cache
 def plain_texts() -> list[list[int]]:
-    return greedy_by_transformers(reference_model(), prompts(), NEW_TOKENS)
+    return reference_texts(prompts(), NEW_TOKENS)
 
 
 @pytest.mark.parametrize("name", TWICE)

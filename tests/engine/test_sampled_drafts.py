@@ -21,7 +21,7 @@ from specdec_kernels.engine import (
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.tiny import tiny_model
 from support.sampled_texts import distribution, expect_distribution
-from support.tiny_checkpoint import Comparison, accept_length, greedy_by_transformers, held_out, reference_model
+from support.tiny_checkpoint import Comparison, accept_length, held_out, reference_model, reference_texts
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 NEW_TOKENS = 32
@@ -66,7 +66,7 @@ def test_greedy_requests_beside_drawn_ones(device: torch.device) -> None:
     engine = make_engine(device)
     params = [SamplingParams(NEW_TOKENS, temperature=0.9 * (i % 2), seed=i) for i in range(12)]
     outputs = engine.generate(prompts(12), params)
-    want = greedy_by_transformers(reference_model(), prompts(12)[::2], NEW_TOKENS)
+    want = reference_texts(prompts(12)[::2], NEW_TOKENS)
     comparison = Comparison(reference_model())
     for output, text in zip(outputs[::2], want, strict=True):
         comparison.check(output.prompt_tokens, output.tokens, text)

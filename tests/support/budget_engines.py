@@ -14,7 +14,7 @@ from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, Ngram, Sampling
 from specdec_kernels.tiny import tiny_model
 from support.eagle_heads import random_tensors, write_head
 from support.exhaustive import representative
-from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model
+from support.tiny_checkpoint import Comparison, held_out, reference_model, reference_texts
 
 MAX_LEN, NEW_TOKENS = 128, 24
 HEAD = tiny_model("eagle3")
@@ -43,7 +43,7 @@ def prompts() -> list[list[int]]:
 
 @functools.cache
 def plain_texts() -> list[list[int]]:
-    return greedy_by_transformers(reference_model(), prompts(), NEW_TOKENS)
+    return reference_texts(prompts(), NEW_TOKENS)
 
 
 def make_engine(draft: Draft | None, device: torch.device, **options: Any) -> Engine:

@@ -79,6 +79,16 @@ def greedy_by_transformers(
     return texts
 
 
+@functools.cache
+def _texts_of_reference(prompts: tuple[tuple[int, ...], ...], max_new_tokens: int) -> list[list[int]]:
+    return greedy_by_transformers(reference_model(), [list(prompt) for prompt in prompts], max_new_tokens)
+
+
+def reference_texts(prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """Return what `greedy_by_transformers` gives for the reference model, computed once for all tests of a process."""
+    return [list(text) for text in _texts_of_reference(tuple(map(tuple, prompts)), max_new_tokens)]
+
+
 @dataclass
 class Comparison:
     """Compares texts with a reference; near-ties are allowed, printed and counted.
