@@ -240,8 +240,9 @@ def test_eight_ranks_say_what_one_process_says(tmp_path: Path) -> None:
     expect_ended(processes)
 
 
-@pytest.mark.parametrize("seed", thinned(range(20), (0, 1).__contains__))
+@pytest.mark.parametrize("seed", thinned(range(20), (1).__eq__))
 def test_kill_of_any_rank_at_any_moment_ends_all(seed: int, tmp_path: Path) -> None:
+    """The default run kills the first rank; the test above kills the second."""
     rng = random.Random(seed)
     script = tmp_path / "script.py"
     script.write_text(

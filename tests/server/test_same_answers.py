@@ -41,7 +41,7 @@ SOAK = int(os.environ.get("SPECDEC_SOAK", 64))
 
 
 def drafts_of(default: str) -> pytest.MarkDecorator:
-    """Parametrize by draft; the default run uses one here, and two kinds in `test_server_answers_of_many_requests`."""
+    """Parametrize by draft; the default run uses one in each test."""
     return pytest.mark.parametrize("draft", thinned(DRAFTS, default.__eq__))
 
 
@@ -99,7 +99,7 @@ def test_server_answers_do_not_depend_on_preemption(draft: str, plain: Running, 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("draft", DRAFTS if "SPECDEC_SOAK" in os.environ else ("union", "standalone"))
+@pytest.mark.parametrize("draft", DRAFTS if "SPECDEC_SOAK" in os.environ else thinned(DRAFTS, "union".__eq__))
 def test_server_answers_of_many_requests(draft: str, plain: Running, where: torch.device) -> None:
     """The pool is too small, the prefix cache is on, and the engine chooses the tree size, also 0."""
     engine = make_engine(DRAFTS[draft](), where, num_pages=SMALL, prefix_cache=True, adaptive=True)
