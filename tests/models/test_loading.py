@@ -267,7 +267,7 @@ def test_configs_that_transformers_refuses_are_named(
     other = changed(folder, tmp_path / "x", **changes)
     assert refusal(other).startswith(f"model: {other} {reason}")
     (other / "config.json").write_text("[1]")
-    assert refusal(other) == f"model: {other} has a config that is a list, expected an object"
+    assert refusal(other).startswith(f"model: {other} has a config that transformers refuses (TypeError: ")
 
 
 def test_tied_heads_and_rotations_are_no_fault(tmp_path: Path) -> None:

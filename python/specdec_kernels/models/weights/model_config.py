@@ -6,6 +6,8 @@ No code of a folder is run, and no weight is read.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,10 +61,11 @@ def config_of(model: str | Path | nn.Module, name: str = "model") -> Any:
 
 
 def config_values(source: str | Path, name: str) -> dict[str, Any]:
-    """Return the entries in the config of a folder or hub id; raise ValueError for one that is no object."""
-    values, _ = PretrainedConfig.get_config_dict(str(source))
-    if not isinstance(values, dict):
-        raise ValueError(f"{name}: {source} has a config that is a {type(values).__name__}, expected an object")
+    """Return the entries in the config of a folder or hub id; raises as `whole_config`."""
+    with named_refusals(source, name):
+        values, _ = PretrainedConfig.get_config_dict(str(source))
+        if not isinstance(values, dict):
+            raise TypeError(f"it is a {type(values).__name__}")
     return values
 
 
@@ -73,11 +76,18 @@ def whole_config(source: str | Path, name: str) -> Any:
         ValueError: an entry that transformers refuses.
         OSError: there is no config.
     """
-    try:
+    with named_refusals(source, name):
         return AutoConfig.from_pretrained(str(source), trust_remote_code=False)
+
+
+@contextmanager
+def named_refusals(source: str | Path, name: str) -> Iterator[None]:
+    """Turn what transformers raises for a config, of several kinds, into a ValueError that names the source."""
+    try:
+        yield
     except OSError:
         raise
-    except Exception as error:  # its validators raise errors of several kinds
+    except Exception as error:
         raise ValueError(f"{name}: {source} has a config that transformers refuses ({in_a_line(error)})") from error
 
 
