@@ -164,15 +164,14 @@ class EngineOptions:
             check_at_least(2, max_len=self.max_len)
         check_at_least(1, num_slots=self.num_slots, page_size=self.page_size, prefill_chunk=self.prefill_chunk)
         check_at_least(1, snapshot_rows=self.snapshot_rows)
-        for name in ("num_pages", "rounds_in_flight"):
-            if getattr(self, name) is not None:
-                check_integer(f"Engine: {name}", getattr(self, name))
+        if self.num_pages is not None:
+            check_integer("Engine: num_pages", self.num_pages)
         if self.num_snapshots is not None:
             check_at_least(0, num_snapshots=self.num_snapshots)
         if self.tp is not None:
             check_at_least(1, tp=self.tp)
-        if self.rounds_in_flight is not None and not 1 <= self.rounds_in_flight < RING_DEPTH:
-            raise ValueError(f"Engine: rounds_in_flight is {self.rounds_in_flight}, expected 1 to {RING_DEPTH - 1}")
+        if self.rounds_in_flight is not None:
+            check_range("Engine: rounds_in_flight", self.rounds_in_flight, 1, RING_DEPTH - 1)
         self._check_mem_fraction()
         self._check_batch_sizes()
         self._check_batch_invariant()
@@ -220,6 +219,13 @@ def check_integer(what: str, value: Any) -> None:
     """Raise ValueError for a value, in errors `what`, that is no integer; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{what} is {value!r}, expected an integer")
+
+
+def check_range(what: str, value: Any, low: int, high: int) -> None:
+    """Raise ValueError for a value, in errors `what`, that is no integer from `low` to `high`."""
+    check_integer(what, value)
+    if not low <= value <= high:
+        raise ValueError(f"{what} is {value}, expected {low} to {high}")
 
 
 def documents_options(kind: type[Class]) -> type[Class]:

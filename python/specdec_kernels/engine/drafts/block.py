@@ -22,7 +22,7 @@ from ...models.heads.loading import config_of_head, has_confidence, load_head
 from ...models.weights.checkpoint import local_folder
 from ...models.weights.model_config import model_name
 from ...ops import Candidates, TopK, draft_extend_inputs, expand_trellis, make_calibration, sample_draft, select_topk
-from ..options import check_integer
+from ..options import check_range
 from .base import DraftBudget
 from .calibrated import CalibratedDraft
 from .context import DraftContext, PrefillRows
@@ -62,12 +62,8 @@ class BlockDraft(CalibratedDraft):
         name = type(self).__name__
         limits = ("num_steps", MOST_DEPTH), ("topk", 256), ("num_candidates", 64), ("num_nodes", 256)
         for option, high in limits:
-            value = getattr(self, option)
-            if value is None:
-                continue
-            check_integer(f"{name}: {option}", value)
-            if not 1 <= value <= high:
-                raise ValueError(f"{name}: {option} is {value}, expected 1 to {high}")
+            if (value := getattr(self, option)) is not None:
+                check_range(f"{name}: {option}", value, 1, high)
         check_storage(name, self.draft_weights, self.kv_dtype)
         if self.sampled and self.topk != 1:
             raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")

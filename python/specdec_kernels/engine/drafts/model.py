@@ -26,7 +26,7 @@ from ...ops import (
     make_calibration,
     sample_draft,
 )
-from ..options import check_integer
+from ..options import check_range
 from .base import DraftBudget, DraftRequest
 from .calibrated import CalibratedDraft
 from .capabilities import Idleable, Migratable
@@ -85,12 +85,8 @@ class ModelDraft(CalibratedDraft, Idleable, Migratable):
     def __post_init__(self) -> None:
         name = type(self).__name__
         for option, high in (("num_steps", 64), ("topk", 64), ("num_nodes", 256)):
-            value = getattr(self, option)
-            if value is None:
-                continue
-            check_integer(f"{name}: {option}", value)
-            if not 1 <= value <= high:
-                raise ValueError(f"{name}: {option} is {value}, expected 1 to {high}")
+            if (value := getattr(self, option)) is not None:
+                check_range(f"{name}: {option}", value, 1, high)
         if self.sampled and self.topk != 1:
             raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")
 

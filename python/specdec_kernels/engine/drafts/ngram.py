@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ngram import NgramIndex
 from ..host_tensors import to_device
-from ..options import check_integer
+from ..options import check_range
 from ..text.files import read_text
 from .base import Draft, DraftBudget, DraftRequest
 from .capabilities import Learner
@@ -45,10 +45,7 @@ class Ngram(Draft, Learner):
 
     def __post_init__(self) -> None:
         for option, high in (("num_nodes", 256), ("max_tokens", 1 << 30)):
-            value = getattr(self, option)
-            check_integer(f"Ngram: {option}", value)
-            if not 1 <= value <= high:
-                raise ValueError(f"Ngram: {option} is {value}, expected 1 to {high}")
+            check_range(f"Ngram: {option}", getattr(self, option), 1, high)
         if isinstance(self.corpus, str | Path):
             raise ValueError(f"Ngram: corpus is {self.corpus}, expected a list of files")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops import merge_trees
-from ..options import check_integer
+from ..options import check_range
 from .base import Draft, DraftBudget
 from .context import DraftContext, PrefillRows
 from .needs import Needs
@@ -35,9 +35,7 @@ class Union(Draft):
     num_nodes: int = 32
 
     def __post_init__(self) -> None:
-        check_integer("Union: num_nodes", self.num_nodes)
-        if not 1 <= self.num_nodes <= 256:
-            raise ValueError(f"Union: num_nodes is {self.num_nodes}, expected 1 to 256")
+        check_range("Union: num_nodes", self.num_nodes, 1, 256)
         for name, draft in (("first", self.first), ("second", self.second)):
             if not isinstance(draft, Draft):
                 raise ValueError(f"Union: {name} is a {type(draft).__name__}, expected a Draft")
