@@ -8,55 +8,65 @@ from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from .names import SHAPES as SHAPES
 
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+LLAMA3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
 _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3-8b": (
         Qwen3Config,
-        {
-            "vocab_size": 151936,
+        QWEN3
+        | {
             "hidden_size": 4096,
             "intermediate_size": 12288,
             "num_hidden_layers": 36,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
     # 64 layers are 66 GB.
     "qwen3-32b": (
         Qwen3Config,
-        {
-            "vocab_size": 151936,
+        QWEN3
+        | {
             "hidden_size": 5120,
             "intermediate_size": 25600,
             "num_hidden_layers": 64,
             "num_attention_heads": 64,
             "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
     "qwen3-30b-a3b": (
         Qwen3MoeConfig,
-        {
-            "vocab_size": 151936,
+        QWEN3
+        | {
             "hidden_size": 2048,
             "intermediate_size": 6144,
             "num_hidden_layers": 48,
             "num_attention_heads": 32,
             "num_key_value_heads": 4,
-            "head_dim": 128,
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
             "norm_topk_prob": True,
-            "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
     # Three of four layers are gated delta nets.
@@ -171,62 +181,36 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "llama-3.1-8b": (
         LlamaConfig,
-        {
-            "vocab_size": 128256,
+        LLAMA3
+        | {
             "hidden_size": 4096,
             "intermediate_size": 14336,
             "num_hidden_layers": 32,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 5e5,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
         },
     ),
     # 80 layers are 141 GB: "llama-3.3-70b:36" has 66.
     "llama-3.3-70b": (
         LlamaConfig,
-        {
-            "vocab_size": 128256,
+        LLAMA3
+        | {
             "hidden_size": 8192,
             "intermediate_size": 28672,
             "num_hidden_layers": 80,
             "num_attention_heads": 64,
             "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 5e5,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
         },
     ),
     "qwen3-0.6b": (
         Qwen3Config,
-        {
-            "vocab_size": 151936,
+        QWEN3
+        | {
             "hidden_size": 1024,
             "intermediate_size": 3072,
             "num_hidden_layers": 28,
             "num_attention_heads": 16,
             "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
     "tiny-hybrid": (
