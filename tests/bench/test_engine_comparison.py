@@ -317,12 +317,19 @@ def test_latent_targets_are_written_as_their_families_publish_them(tmp_path: Pat
     assert wanted.items() <= config.items()
 
 
+def of_two_chats(folder: Path, algorithms: str, *, output: int) -> list[dict[str, Any]]:
+    """Return our engine's results for a batch of two; checkpoints are in the folder's `checkpoints`."""
+    file, out = folder / "run.json", folder / "checkpoints"
+    options = ["--acceptance", "chat", "--out", str(out), "--batch", "2", "--engines", "ours", "--output", str(output)]
+    assert bench_engines(*options, "--algorithm", algorithms, "--json", str(file)) == 0
+    results: list[dict[str, Any]] = json.loads(file.read_text())["results"]
+    return results
+
+
 @pytest.mark.exhaustive
 def test_bench_engines_drafts_with_block_drafters_in_folders_of_their_own(tmp_path: Path) -> None:
-    file, out = tmp_path / "run.json", tmp_path / "checkpoints"
-    options = ["--acceptance", "chat", "--out", str(out), "--batch", "2", "--engines", "ours", "--output", "120"]
-    assert bench_engines(*options, "--algorithm", "dspark_chain,dspark_tree", "--json", str(file)) == 0
-    chain, tree = json.loads(file.read_text())["results"]
+    out = tmp_path / "checkpoints"
+    chain, tree = of_two_chats(tmp_path, "dspark_chain,dspark_tree", output=120)
     assert chain["params"]["accept"] == "chat dspark" and chain["params"]["nodes"] == 8
     assert chain["facts"]["accept_length"] == pytest.approx(3.51, rel=0.15)
     assert tree["facts"]["accept_length"] > chain["facts"]["accept_length"] + 0.5
@@ -333,10 +340,7 @@ def test_bench_engines_drafts_with_block_drafters_in_folders_of_their_own(tmp_pa
 @pytest.mark.exhaustive
 def test_bench_engines_of_a_union_accepts_more_of_quoting_prompts(tmp_path: Path) -> None:
     """In chains of 8 the index alone accepts what prompts quote, and the union what either drafts."""
-    file, out = tmp_path / "run.json", tmp_path / "checkpoints"
-    options = ["--acceptance", "chat", "--out", str(out), "--batch", "2", "--engines", "ours", "--output", "60"]
-    assert bench_engines(*options, "--algorithm", "dspark_tree16,dspark_tree16+ngram", "--json", str(file)) == 0
-    tree, union = json.loads(file.read_text())["results"]
+    tree, union = of_two_chats(tmp_path, "dspark_tree16,dspark_tree16+ngram", output=60)
     assert [r["params"]["algorithm"] for r in (tree, union)] == ["dspark_tree16", "dspark_tree16+ngram"]
     assert union["params"]["accept"] == "chat dspark, quotes of 4 to 24" and union["error"] is None
     assert union["facts"]["accept_length"] > tree["facts"]["accept_length"] + 0.3

@@ -52,7 +52,7 @@ def files(folder: Path) -> set[Path]:
 
 
 def pip(python: Path, *arguments: str | Path, **variables: str) -> None:
-    """Run pip with this project's versions, also for what it installs to build with, none of which it compiles."""
+    """Run pip with the versions in constraints.txt, those of build requirements too, and write no bytecode."""
     constraints = (ROOT / "constraints.txt").as_uri()
     command = [sys.executable, "-m", "pip", "--python", python, "--quiet", "--disable-pip-version-check", *arguments]
     native_build.run(
