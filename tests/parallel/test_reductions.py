@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from specdec_kernels.parallel.launch import expect_backend
 from specdec_kernels.parallel.reductions import GroupReduction
 
 SIZE = 3
@@ -43,3 +45,17 @@ def test_sums_and_gathered_columns_are_the_same_bits_on_every_rank(tmp_path: Pat
             want = ((first + second) + third).to(dtype)
             assert torch.equal(total, want) and torch.equal(row, want[3:4])
             assert torch.equal(gathered, torch.cat(parts(dtype), -1))
+
+
+def test_script_of_torchrun_has_a_process_group_that_reduces_on_the_device() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        expect_backend(torch.device("cpu"))
+        with pytest.raises(ValueError) as raised:
+            expect_backend(torch.device("cuda", 1))
+    finally:
+        dist.destroy_process_group()
+    assert str(raised.value) == (
+        "Engine: torch.distributed has a process group with cpu:gloo,cuda:gloo, expected cuda:nccl (or none, which the "
+        "engine makes)"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,10 +55,9 @@ def check_rank(rank: int, size: int, reduction: SymmetricReduction) -> None:
         if call % 4 == 2:
             assert torch.equal(reduction.sum(x), want)
             continue
-        weight, apart = (
-            torch.linspace(-1, 2, x.shape[1]).to(dtype),
-            torch.full((len(x), 3, x.shape[1]), 7.0, dtype=dtype),
-        )
+        skipped = int(call % 8 == 4)  # a weight that is not aligned takes two launches
+        weight = torch.linspace(-1, 2, x.shape[1] + skipped).to(dtype)[skipped:]
+        apart = torch.full((len(x), 3, x.shape[1]), 7.0, dtype=dtype)
         residual, out = None if call % 2 else apart[:, 1].copy_(want.flip(0)), apart[:, 2] if call % 3 else None
         rows, sums = reduction.add_norm(RMSNorm(weight, 1e-5), x, residual, out)
         expected = sd.add_rms_norm(want, weight, 1e-5, residual=None if residual is None else want.flip(0))
@@ -83,6 +83,8 @@ def on_ranks(size: int, run: Callable[[int, SymmetricReduction], None]) -> list[
                 other.size = size
                 run(rank, SymmetricReduction(other, exchange, captured_only=False))
                 code = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         processes.append(process)
@@ -130,23 +132,37 @@ class HostMemory:
             file.write("frees\n" if self.is_own else "unmaps\n")
 
 
+class NotAllocated(HostMemory):
+    def __init__(self, device: int | None, words: int, value: int, path: str = "") -> None:
+        raise RuntimeError("out of memory")
+
+
 class NotMapped(HostMemory):
     @classmethod
     def open(cls, device: int | None, handle: bytes) -> HostMemory:
         raise RuntimeError("no peer access")
 
 
+class NotRun(Exchange):
+    def works(self) -> bool:
+        super().works()
+        raise RuntimeError("no kernel image")
+
+
 notes = ""
 
 
-def be_rank(rank: int, folder: str, refuses: int) -> None:
+def be_rank(rank: int, folder: str, refusing: type | None) -> None:
+    """Exchange tensors with two other ranks; rank 1 has `refusing` in place of its memory or of its exchange."""
     global notes
     notes = f"{folder}/notes"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
     host = GroupReduction()
-    _C.PeerMemory = NotMapped if rank == refuses else HostMemory  # type: ignore[assignment, misc]
+    own = refusing if rank == 1 and refusing is not None else object
+    _C.PeerMemory = own if issubclass(own, HostMemory) else HostMemory  # type: ignore[assignment, misc]
+    kind = own if issubclass(own, Exchange) else Exchange
     try:
-        exchange = Exchange.among(host, CPU, lambda: host.sum(torch.zeros(1)) and None, 16 * CAPACITY)
+        exchange = kind.among(host, CPU, lambda: host.sum(torch.zeros(1)) and None, 16 * CAPACITY)
     except RuntimeError as error:
         Path(f"{folder}/{rank}").write_text(str(error))
     else:
@@ -156,15 +172,21 @@ def be_rank(rank: int, folder: str, refuses: int) -> None:
 
 
 def test_ranks_map_the_buffers_of_each_other_and_free_them_last(tmp_path: Path) -> None:
-    mp.start_processes(be_rank, (str(tmp_path), -1), nprocs=3, start_method="fork")
+    mp.start_processes(be_rank, (str(tmp_path), None), nprocs=3, start_method="fork")
     assert (tmp_path / "notes").read_text().split() == ["unmaps"] * 6 + ["frees"] * 3
 
 
-def test_no_rank_has_an_exchange_if_one_cannot_map_a_buffer(tmp_path: Path) -> None:
-    mp.start_processes(be_rank, (str(tmp_path), 1), nprocs=3, start_method="fork")
+@pytest.mark.parametrize(
+    ("refusing", "reason", "unmapped", "freed"),
+    [(NotAllocated, "out of memory", 0, 2), (NotMapped, "no peer access", 4, 3), (NotRun, "no kernel image", 6, 3)],
+)
+def test_no_rank_has_an_exchange_if_one_cannot_allocate_map_or_run(
+    refusing: type, reason: str, unmapped: int, freed: int, tmp_path: Path
+) -> None:
+    mp.start_processes(be_rank, (str(tmp_path), refusing), nprocs=3, start_method="fork")
     other = "another rank cannot exchange tensors by our kernels"
-    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [other, "no peer access", other]
-    assert (tmp_path / "notes").read_text().split() == ["unmaps"] * 4 + ["frees"] * 3
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == [other, reason, other]
+    assert (tmp_path / "notes").read_text().split() == ["unmaps"] * unmapped + ["frees"] * freed
 
 
 def test_kernels_need_2_4_or_8_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

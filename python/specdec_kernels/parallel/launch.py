@@ -251,9 +251,16 @@ def wait_for_processes(channel: _C.ReplayChannel, size: int, started: Sequence[s
 
 
 def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int], *, custom_all_reduce: bool) -> Ranks:
-    """Return this rank among those that torchrun has started."""
+    """Return this rank among those that torchrun has started.
+
+    Raises:
+        ValueError: the script has a process group that cannot reduce on the device.
+    """
     is_script_group = dist.is_initialized()
-    if not is_script_group:
+    if is_script_group:
+        expect_backend(device)
+        use_gpu(device)
+    else:
         init_group(device, rank=place.rank, size=place.size)
     control = dist.new_group(backend="gloo")  # the script's own group may be NCCL's alone
     said: list[Any] = [None]
@@ -316,11 +323,25 @@ def wait_for_ready(store: TCPStore, channel: _C.ReplayChannel, size: int) -> Non
 
 def init_group(device: torch.device, *, rank: int, size: int, store: TCPStore | None = None) -> None:
     """Make the process group of all ranks: gloo on the host, and NCCL on GPUs."""
-    backend = "gloo"
+    use_gpu(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LOADING)
+
+
+def use_gpu(device: torch.device) -> None:
+    """Make the GPU of this rank the one that this thread uses where none is named."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LOADING)
+
+
+def expect_backend(device: torch.device) -> None:
+    """Raise ValueError if the process group of torchrun's script cannot reduce tensors of the device."""
+    backends, needed = dist.get_backend_config(), "nccl" if device.type == "cuda" else "gloo"
+    if f"{device.type}:{needed}" not in backends.split(","):
+        raise ValueError(
+            f"Engine: torch.distributed has a process group with {backends}, expected {device.type}:{needed} (or none, "
+            "which the engine makes)"
+        )
 
 
 def ranks_of(

@@ -77,37 +77,48 @@ class Exchange:
             capacity_bytes: that a call may send.
 
         Raises:
-            RuntimeError: on every rank, if one of them cannot map a buffer or does not get what the others write.
+            RuntimeError: on every rank, if one of them cannot allocate or map a buffer, or does not get what the others
+                write.
         """
         capacity = -(-capacity_bytes // PACK_BYTES)
-        own = _C.PeerMemory(device.index, buffer_words(host.size, capacity), EMPTY)
-        handles = host.gather(torch.tensor(list(own.handle), dtype=torch.uint8)).view(host.size, -1)
-        memories: list[_C.PeerMemory] = []
-        reason = ""
-        try:
-            for rank, handle in enumerate(handles.tolist()):
-                memories.append(own if rank == host.rank else _C.PeerMemory.open(device.index, bytes(handle)))
-        except RuntimeError as error:
-            reason = str(error)
+        own: _C.PeerMemory | None = None
+        mapped: dict[int, _C.PeerMemory] = {}  # of the other ranks
+        handle = b""
 
         def close() -> None:
-            for memory in memories:
-                if memory is not own:
-                    memory.close()
+            for memory in mapped.values():
+                memory.close()
             with contextlib.suppress(RuntimeError):  # a rank has failed: none has it mapped any more
                 meet()
-            own.close()
+            if own is not None:
+                own.close()
 
         def expect_all(reason: str) -> None:
             if host.sum(torch.tensor([int(bool(reason))])):
                 close()
                 raise RuntimeError(reason or "another rank cannot exchange tensors by our kernels")
 
-        expect_all(reason)
+        def allocate() -> None:
+            nonlocal own, handle
+            own = _C.PeerMemory(device.index, buffer_words(host.size, capacity), EMPTY)
+            handle = own.handle
+
+        def map_others() -> None:
+            for rank, theirs in enumerate(handles.tolist()):
+                if rank != host.rank:
+                    mapped[rank] = _C.PeerMemory.open(device.index, bytes(theirs))
+
+        expect_all(why_failed(allocate))
+        assert own is not None
+        handles = host.gather(torch.tensor(list(handle), dtype=torch.uint8)).view(host.size, -1)
+        expect_all(why_failed(map_others))
+        memories = [own if rank == host.rank else mapped[rank] for rank in range(host.size)]
         addresses = [memory.address for memory in memories]
         exchange = cls.over(host.rank, addresses, capacity, device, memories)
         exchange.on_close = close
-        expect_all("" if exchange.works() else "what GPUs write to each other's memory does not arrive")
+        arrives: list[bool] = []
+        reason = why_failed(lambda: arrives.append(exchange.works()))
+        expect_all(reason or ("" if all(arrives) else "what GPUs write to each other's memory does not arrive"))
         return exchange
 
     def works(self) -> bool:
@@ -127,7 +138,8 @@ class Exchange:
     def abort(self) -> None:
         """Let waits for other ranks end at once, from any thread; calls are without effect from then on."""
         self.alarm.fill_(1 + len(self.buffers))  # no rank
-        with torch.cuda.stream(torch.cuda.Stream(self.state.device)):  # type: ignore[no-untyped-call]
+        # Streams of a priority are a ring: one of the rounds' own could be the stream that waits.
+        with torch.cuda.stream(torch.cuda.Stream(self.state.device, priority=-1)):  # type: ignore[no-untyped-call]
             self.state[TIMED_OUT].copy_(self.alarm[0], non_blocking=True)
 
     def close(self) -> None:
@@ -169,6 +181,18 @@ class Exchange:
         memory = self.buffers, self.state, self.rank, self.capacity, self.timeout
         _C.all_reduce_add_rms_norm(None, x, *memory, weight, eps, residual, out_sum, rows)
         return rows, out_sum
+
+
+def why_failed(step: Callable[[], object]) -> str:
+    """Take a step that all ranks take, and return why it has failed on this one; empty if it has not.
+
+    A rank that raised at once would leave the others waiting for it.
+    """
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 def buffer_words(size: int, capacity: int) -> int:
@@ -233,11 +257,12 @@ class SymmetricReduction(Reduction):
 
     def add_norm(self, norm: Any, x: Tensor, residual: Tensor | None, out: Tensor | None) -> tuple[Any, Tensor]:
         total = out if out is not None else residual if residual is not None else x
-        operands = (x, total) if residual is None else (x, total, residual)
         fused = isinstance(norm, RMSNorm) and norm.weight.dtype == x.dtype and x.ndim == 2
-        if not (fused and self._takes(x) and x.is_contiguous() and all(map(is_aligned, operands))):
-            return super().add_norm(norm, x, residual, out)
-        return self.exchange.sum_add_rms_norm(x, norm.weight, norm.eps, residual, total)
+        if fused and self._takes(x) and x.is_contiguous():
+            operands = [x, total, norm.weight[None], *([] if residual is None else [residual])]
+            if all(map(is_aligned, operands)):
+                return self.exchange.sum_add_rms_norm(x, norm.weight, norm.eps, residual, total)
+        return super().add_norm(norm, x, residual, out)
 
     def _takes(self, x: Tensor) -> bool:
         if not self.exchange.fits(x):
