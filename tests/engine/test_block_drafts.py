@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -406,6 +407,25 @@ def test_synthetic_drafter_refuses_by_name() -> None:
         ("dspark", {"target_layer_ids": [3]}, "target_layer_ids is [3], expected -1 to 2"),
         ("dspark", {"num_hidden_layers": 3}, "num_hidden_layers is 3, expected the 2 of the tensors"),
         ("dflash", {"dflash_config": {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5, expected 1.0"),
+        ("dflash", {"architectures": 3}, "DFlash head: architectures is 3, expected one of DFlashDraftModel (not"),
+        ("dflash", {"final_logit_softcapping": {}}, "final_logit_softcapping is {}, expected a finite number"),
+        ("dflash", {"input_embedding_scale": "2"}, "input_embedding_scale is '2', expected a finite number"),
+        ("dflash", {"output_multiplier": math.inf}, "output_multiplier is inf, expected a finite number"),
+        ("dflash", {"attention_sink_bias": "false"}, "attention_sink_bias is 'false', expected true or false"),
+        ("dflash", {"causal": 1}, "causal is 1, expected true or false"),
+        ("dspark", {"sample_from_anchor": []}, "sample_from_anchor is [], expected true or false"),
+        ("dspark", {"rope_is_neox_style": "x"}, "rope_is_neox_style is 'x', expected true or false"),
+        ("dspark", {"target_layer_ids": 2}, "target_layer_ids is 2, expected integers"),
+        ("dspark", {"aux_hidden_state_layer_ids": 2}, "aux_hidden_state_layer_ids is 2, expected integers"),
+        (
+            "dflash",
+            {"dflash_config": {"layer_types": ["full_attention"]}},
+            "layer_types is ['full_attention'], expected sliding_attention or full_attention for each of 2 layers",
+        ),
+        ("dspark", {"head_dim": -1}, "DSpark head: head_dim is -1, expected a number from 1 on ("),
+        ("dspark", {"rope_theta": "x"}, "DSpark head: rope_theta is 'x', expected a number above 0 ("),
+        ("dspark", {"hidden_act": 3}, "/drafter has a config that transformers refuses (StrictDataclassField"),
+        ("dflash", {"layer_types": 3}, "/drafter has a config that transformers refuses (TypeError: 'int' object"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(

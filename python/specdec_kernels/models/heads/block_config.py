@@ -6,6 +6,7 @@ that no config of a language model has is read here, or refused by name.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ NESTED = "dspark_config", "dflash_config", "eagle_config"  # the first that has 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MASKS = "is_causal", "causal", "causal_head"
 ROTATIONS = "rope_is_neox_style", "is_neox_style"
+# Layers of the target whose input states are injected; the second name is vLLM's.
+ENTERED = "aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"
 MARKOV_HEADS = "vanilla", "gated", "rnn"
 MOST_ROWS = 63  # of a block: their bits are one word of a mask, above 0
 
@@ -77,6 +80,29 @@ class Entries:
             expected = f"{low} to {high}" if high < 2**31 else f"a number from {low} on"
             raise ValueError(f"{self.name}: {key} is {value!r}, expected {expected}")
         return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool | None:
+        """Return an entry that is true or false; ValueError for another value."""
+        value = self.get(key, default)
+        if value is not None and type(value) is not bool:
+            raise ValueError(f"{self.name}: {key} is {value!r}, expected true or false")
+        return value
+
+    def factor(self, key: str, default: float) -> float:
+        """Return an entry that is a finite number; ValueError for another value."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{self.name}: {key} is {value!r}, expected a finite number")
+        return float(value)
+
+    def layer_ids(self, key: str) -> list[int] | None:
+        """Return an entry that lists layers of the target; ValueError for another value."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not value or any(type(layer) is not int for layer in value):
+            raise ValueError(f"{self.name}: {key} is {value!r}, expected integers")
+        return list(value)
 
     @property
     def nested(self) -> dict[str, dict[str, Any]]:
@@ -181,7 +207,7 @@ class BlockConfig:
                 f"{name}: conv_kernel_size is {taps} with conv_group_size {group}, "
                 f"expected none, or both with groups that divide {config.hidden_size}"
             )
-        cap = entries.get("final_logit_softcapping", 0.0)
+        cap = entries.factor("final_logit_softcapping", 0.0)
         found = cls(
             block_size=block_size,
             from_root=from_root,
@@ -194,11 +220,11 @@ class BlockConfig:
             top_k=entries.number("selector_top_k") if kind == "dflash2" else 0,
             conv_taps=taps,
             conv_group=group,
-            logit_scale=float(entries.get("output_multiplier", 1.0)),
-            soft_cap=float(cap) if cap else None,
-            input_scale=float(entries.get("input_embedding_scale", 1.0)),
-            has_sinks=bool(entries.get("attention_sink_bias", entries.get("add_swa_attention_sink_bias", False))),
-            with_markov=entries.get("confidence_head_with_markov") if is_dspark else None,
+            logit_scale=entries.factor("output_multiplier", 1.0),
+            soft_cap=cap or None,
+            input_scale=entries.factor("input_embedding_scale", 1.0),
+            has_sinks=bool(entries.flag("attention_sink_bias", entries.flag("add_swa_attention_sink_bias"))),
+            with_markov=entries.flag("confidence_head_with_markov") if is_dspark else None,
             interleaved=rotates_neighbors(entries),
         )
         for key in ("draft_vocab_size", "tie_word_embeddings"):
@@ -229,8 +255,8 @@ def expect_architecture(config: Any, name: str, kind: str) -> None:
         if written != kind:
             raise ValueError(f"{name}: speculators_model_type is {written!r}, expected {kind!r}")
         return
-    architectures, known = getattr(config, "architectures", None) or [], ARCHITECTURES[kind]
-    if architectures and known.isdisjoint(architectures):
+    architectures, known = getattr(config, "architectures", None), ARCHITECTURES[kind]
+    if architectures and not (isinstance(architectures, list) and any(each in known for each in architectures)):
         raise ValueError(
             f"{name}: architectures is {architectures}, expected one of {', '.join(sorted(known))} (not supported)"
         )
@@ -238,12 +264,12 @@ def expect_architecture(config: Any, name: str, kind: str) -> None:
 
 def predicts_from_root(entries: Entries, default: bool) -> bool:
     """Return whether the root's row predicts; `dspark_bonus_anchor` is vLLM's word for the opposite."""
-    written, bonus = entries.get("sample_from_anchor"), entries.get("dspark_bonus_anchor")
-    if None not in (written, bonus) and bool(written) == bool(bonus):
+    written, bonus = entries.flag("sample_from_anchor"), entries.flag("dspark_bonus_anchor")
+    if written is not None and written == bonus:
         raise ValueError(
             f"{entries.name}: dspark_bonus_anchor is {bonus} with sample_from_anchor {written}, expected the opposite"
         )
-    return bool(written) if written is not None else not bonus if bonus is not None else default
+    return written if written is not None else not bonus if bonus is not None else default
 
 
 def rotates_neighbors(entries: Entries) -> bool:
@@ -251,7 +277,7 @@ def rotates_neighbors(entries: Entries) -> bool:
 
     The default is halves. Published drafters of LFM2 rotate neighbors: engines differ where their config does not say.
     """
-    given = {key: bool(value) for key in ROTATIONS if (value := entries.get(key)) is not None}
+    given = {key: value for key in ROTATIONS if (value := entries.flag(key)) is not None}
     if len(set(given.values())) > 1:
         both = " and ".join(f"{key} {value}" for key, value in given.items())
         raise ValueError(f"{entries.name}: config has {both}, expected one rotation")
@@ -268,8 +294,9 @@ def feature_layers(entries: Entries, num_target_layers: int) -> tuple[int, ...]:
 
     The default is spread from the second layer to the fourth last.
     """
-    left = entries.get("target_layer_ids")
-    entered = entries.get("aux_hidden_state_layer_ids", entries.get("eagle_aux_hidden_state_layer_ids"))
+    left = entries.layer_ids("target_layer_ids")
+    short, long = (entries.layer_ids(key) for key in ENTERED)
+    entered = long if short is None else short
     written = entries.config.to_dict().get("num_target_layers") or next(
         (part["num_target_layers"] for part in entries.nested.values() if part.get("num_target_layers")), None
     )
@@ -285,18 +312,16 @@ def feature_layers(entries: Entries, num_target_layers: int) -> tuple[int, ...]:
             left = [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]
     given = left if left is not None else entered
     assert given is not None
-    which = "target_layer_ids" if left is not None else "aux_hidden_state_layer_ids"
-    if not isinstance(given, list | tuple) or not given or any(type(layer) is not int for layer in given):
-        raise ValueError(f"{entries.name}: {which} is {given!r}, expected integers")
+    which = "target_layer_ids" if left is not None else ENTERED[short is None]
     layers = tuple(layer + 1 for layer in given) if left is not None else tuple(given)
-    for key in ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"):
-        if (other := entries.get(key)) is not None and list(other) != list(layers):
-            other, own = (", ".join(map(str, each)) for each in (other, layers))
-            raise ValueError(f"{entries.name}: {key} has layers {other}, expected those of {which}, {own}")
+    for key, other in zip(ENTERED, (short, long), strict=True):
+        if other is not None and other != list(layers):
+            those, own = (", ".join(map(str, each)) for each in (other, layers))
+            raise ValueError(f"{entries.name}: {key} has layers {those}, expected those of {which}, {own}")
     # The state that leaves the last layer is normalized in some exporters' features and not in others'.
     if not all(0 <= layer < num_target_layers for layer in layers):
         most = num_target_layers - (2 if left is not None else 1)
-        raise ValueError(f"{entries.name}: {which} is {list(given)}, expected {0 if left is None else -1} to {most}")
+        raise ValueError(f"{entries.name}: {which} is {given}, expected {0 if left is None else -1} to {most}")
     return layers
 
 
@@ -306,34 +331,33 @@ def attention_of(entries: Entries, non_causal_by_default: bool) -> tuple[tuple[b
     An entry for all layers counts first. Without one, blocks are causal in layers with a sliding window alone, as vLLM
     and SGLang have it.
     """
-    config, count = entries.config, entries.config.num_hidden_layers
-    types = getattr(config, "layer_types", None)
-    if types is not None and (len(types) != count or not {SLIDING, FULL}.issuperset(types)):
+    types, count = entries.get("layer_types"), entries.config.num_hidden_layers
+    are_known = isinstance(types, list | tuple) and all(kind in (SLIDING, FULL) for kind in types)
+    if types is not None and not (are_known and len(types) == count):
         raise ValueError(
-            f"{entries.name}: layer_types is {list(types)}, expected {SLIDING} or {FULL} for each of {count} layers"
+            f"{entries.name}: layer_types is {types!r}, expected {SLIDING} or {FULL} for each of {count} layers"
         )
-    entries.get("layer_types")
-    uses, first = entries.get("use_sliding_window"), entries.get("max_window_layers", count)
+    uses, first = entries.flag("use_sliding_window"), entries.get("max_window_layers", count)
     if uses is False and SLIDING in (types or ()):
         raise ValueError(
             f"{entries.name}: use_sliding_window is False with layers of {SLIDING}, expected True or no such layers"
         )
     if uses and types is None and type(first) is int and first < count:
         raise ValueError(f"{entries.name}: use_sliding_window is True, expected layer_types, or False")
-    if entries.get("use_swa", False) and SLIDING not in (types or ()):
+    if entries.flag("use_swa") and SLIDING not in (types or ()):
         types = [SLIDING] * count
     types = types or [FULL] * count
     width = entries.get("swa_window_size", entries.get("sliding_window"))
     if SLIDING in types and (type(width) is not int or width < 1):
         raise ValueError(f"{entries.name}: sliding_window is {width!r}, expected a number from 1 on")
-    given = {key: bool(value) for key in MASKS if (value := entries.get(key)) is not None}
+    given = {key: value for key in MASKS if (value := entries.flag(key)) is not None}
     if len(set(given.values())) > 1:
         both = " and ".join(f"{key} {value}" for key, value in given.items())
         raise ValueError(f"{entries.name}: config has {both}, expected one mask within the block")
     for_all = next(iter(given.values()), None)
     if for_all is None and non_causal_by_default:
-        for_all = not entries.get("sliding_window_non_causal", True)
-    causal = tuple(kind == SLIDING if for_all is None else bool(for_all) for kind in types)
+        for_all = not entries.flag("sliding_window_non_causal", True)
+    causal = tuple(kind == SLIDING if for_all is None else for_all for kind in types)
     windows = tuple(width if kind == SLIDING else None for kind in types)
     if any(window is not None and not below for window, below in zip(windows, causal, strict=True)):
         raise ValueError(

@@ -13,11 +13,23 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from ..weights.checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, tensor_names
+from ..weights.model_config import named_refusals
 
 LAYER = re.compile(r"(?:midlayer|transformer|layers\.(\d+))\.")
 
 # Other names of a head's own parts: EAGLE-3's paper has "midlayer", the first format of speculators the others.
 OWN_NAMES = {"midlayer.": "layers.0.", "transformer.": "layers.0.", "fusion_fc.": "fc."}
+
+# Entries of a config that are positive numbers; a head_dim may be missing.
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 
 LATENT = "self_attn.kv_a_proj_with_mqa.weight"  # of layers with latent attention
 
@@ -107,23 +119,27 @@ class OpenCheckpoint:
         vLLM's it is `model`; entries that it leaves out have the defaults of its own model type.
 
         Raises:
-            ValueError: an entry that is no config, or a size that is no positive number.
+            ValueError: an entry that is no config, a size that is no positive number, or what transformers refuses.
         """
         values = read_json(self.folder / "config.json")
         inner = next((key for key in ("transformer_layer_config", "model") if key in values), "")
         layer = values.get(inner, values)
         if not isinstance(layer, dict):
             raise ValueError(f"{self.name}: {self.folder} has {inner} {layer!r}, expected a config")
-        for size in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
+        for size in SIZES:
             value = layer.get(size, 1)
-            if type(value) is not int or value < 1:
+            if (type(value) is not int or value < 1) and not (size == "head_dim" and value is None):
                 raise ValueError(f"{self.name}: {size} is {value!r}, expected a number from 1 on ({self.folder})")
         if not any(name.endswith(LATENT) for name in self.names):  # the target's, as some exporters leave it
             layer = {key: value for key, value in layer.items() if key != "kv_lora_rank"}
-        if inner:
-            layer = AutoConfig.for_model(**({"model_type": "llama"} | layer)).to_dict()
         others: dict[str, Any] = {key: value for key, value in values.items() if key not in (inner, "kv_lora_rank")}
-        config = LlamaConfig.from_dict(with_plain_rope(others | layer | {"model_type": "llama"}))
+        with named_refusals(self.folder, self.name):
+            if inner:
+                layer = AutoConfig.for_model(**({"model_type": "llama"} | layer)).to_dict()
+            config = LlamaConfig.from_dict(with_plain_rope(others | layer | {"model_type": "llama"}))
+        theta: Any = (config.rope_parameters or {}).get("rope_theta", 1.0)
+        if type(theta) not in (int, float) or theta <= 0:
+            raise ValueError(f"{self.name}: rope_theta is {theta!r}, expected a number above 0 ({self.folder})")
         factor = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
             raise ValueError(
