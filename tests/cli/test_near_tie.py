@@ -59,7 +59,10 @@ def test_difference_of_a_shorter_text_is_no_near_tie() -> None:
     assert parted is not None and parted.at == 2 and parted.margin == math.inf and not parted.is_near_tie
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 30, "top_p": 0.8}])
+FILTERS = {}, {"top_k": 9}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 30, "top_p": 0.8}, {"top_p": 0.9, "min_p": 0.2}
+
+
+@pytest.mark.parametrize("filters", FILTERS)
 def test_likeliest_equals_the_reference(filters: dict[str, Any]) -> None:
     logits = 2 * torch.randn(200, dtype=torch.float64)
     sampling = SamplingParams(temperature=0.8, **filters)

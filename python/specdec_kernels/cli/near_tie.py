@@ -186,11 +186,12 @@ def likeliest(logits: Tensor, sampling: SamplingParams, slack: float) -> Tensor:
     """Return the probabilities [V] of sampling after the filters; `slack` widens the filters by that fraction."""
     p = torch.softmax(logits / sampling.temperature, -1)
     ranked, order = p.sort(descending=True)
-    kept = ranked >= (sampling.min_p * (1 - slack)) * ranked[0]
+    kept = torch.ones_like(ranked, dtype=torch.bool)
     if sampling.top_k:
         kept[max(sampling.top_k + round(math.copysign(bool(slack), slack)), 1) :] = False
     if sampling.top_p < 1:
         before = ranked.cumsum(0) - ranked
         kept &= before < sampling.top_p * (1 + slack) * ranked[kept].sum()
+    kept &= ranked >= (sampling.min_p * (1 - slack)) * ranked[0]
     p = p.index_fill(0, order[~kept], 0.0)
     return p / p.sum()
