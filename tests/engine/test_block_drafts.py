@@ -497,6 +497,11 @@ def test_options_and_folders_of_another_kind_are_refused(target: Path, tmp_path:
         with pytest.raises(ValueError) as error:
             make_engine(target, draft).close()
         assert message in str(error.value)
+    neighbors = write_drafter(tmp_path / "neighbors", "dspark neighbors")
+    for weights in ("fp8", "fp8-head"):
+        message = rf"^DSpark head: draft_weights is '{weights}', expected None with partial or interleaved RoPE$"
+        with pytest.raises(ValueError, match=message):
+            make_engine(target, DSpark(neighbors, draft_weights=weights))
     with pytest.raises(ValueError, match="DFlash: num_candidates is 65, expected 1 to 64"):
         DFlash(dflash, num_candidates=65)
     with pytest.raises(ValueError, match="DFlash: draft_weights is 'int4', expected None, 'fp8' or 'fp8-head'"):

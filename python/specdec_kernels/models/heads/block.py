@@ -227,8 +227,7 @@ class Injection(NamedTuple):
 def last_query_keys_values(attention: Attention) -> Linear:
     """Return the projection of a layer's last query head, its keys and its values, which shares their weights."""
     whole = attention.qkv
-    if not isinstance(whole, Linear):
-        raise ValueError("block drafter: draft_weights is 'fp8', expected None with partial or interleaved RoPE")
+    assert isinstance(whole, Linear)
     weight, rows = whole.weight, whole.weight.shape[0]
     begin = rows - (2 * attention.kv_heads + 1) * attention.head_dim
     part = weight[begin:] if isinstance(weight, Tensor) else weight.slice_rows(begin, rows)
@@ -358,7 +357,13 @@ class BlockHead(DraftHead):
             if self.block.has_sinks:
                 attention.sinks = module.self_attn.attention_sink_bias.detach().float()
         markov, selector = self.markov_head, self.candidate_selector
-        injection = Injection.of([layer.mixer for layer in layers])  # type: ignore[misc]
+        attentions: list[Any] = [layer.mixer for layer in layers]
+        if not all(isinstance(attention.qkv, Linear) for attention in attentions):
+            stored = self.storage.weights
+            raise ValueError(
+                f"{self.name} head: draft_weights is {stored!r}, expected None with partial or interleaved RoPE"
+            )
+        injection = Injection.of(attentions)
         hidden_norm = RMSNormQuant.before(rms_norm_of(self.hidden_norm), injection.projection)
         assert hidden_norm is not None
         return BlockParts(
