@@ -20,6 +20,7 @@ import torch
 
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import Draft, Eagle3, Engine, GenerationError, Ngram, SamplingParams, Standalone
+from specdec_kernels.engine import core as core_module
 from specdec_kernels.engine.device.recording import RecordedRequest
 from specdec_kernels.parallel.launch import place_of
 from specdec_kernels.tiny import tiny_model
@@ -311,6 +312,34 @@ def test_torchrun_script_runs_on_the_first_rank_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("options", "draft", "message"),
+    [
+        ("max_len=160 + 16 * rank", "None", "Engine: max_len is 176 on rank 1, expected 160 (that of rank 0: "),
+        (
+            "max_len=160",
+            "Ngram() if rank else None",
+            "Engine: draft is Ngram on rank 1, expected Draft (that of rank 0",
+        ),
+    ],
+)
+def test_ranks_of_torchrun_that_are_given_what_differs_are_refused(
+    options: str, draft: str, message: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "from specdec_kernels.engine import Engine, Ngram\n"
+        "from specdec_kernels.tiny import tiny_model\n"
+        "rank = int(os.environ['RANK'])\n"
+        f"Engine(tiny_model('target'), {draft}, device='cpu', num_slots=2, tp=2, {options})\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and message in done.stderr
+
+
+@pytest.mark.exhaustive
 def test_server_ends_with_a_rank_that_is_killed() -> None:
     command = [sys.executable, "-m", "specdec_kernels", "serve", "--port", "0", "--device", "cpu", "--tp", "2"]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -320,6 +349,31 @@ def test_server_ends_with_a_rank_that_is_killed() -> None:
     os.kill(second, signal.SIGKILL)
     _, errors = first.communicate(timeout=30)
     assert first.returncode == 1 and f"specdec serve: rank 1 (process {second}) was killed by signal 9" in errors
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tp", [None, 2])
+def test_engine_that_fails_after_it_has_loaded_leaves_neither_ranks_nor_an_open_draft(
+    tp: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft, ranks, opened = Ngram(num_nodes=6), list[int](), core_module.opened
+
+    def noting(*arguments: Any) -> Any:
+        loading, runtime = opened(*arguments)
+        if runtime.ranks is not None:
+            ranks.append(runtime.ranks.channel.process(1))
+        return loading, runtime
+
+    def refuse(*arguments: Any) -> None:
+        raise ValueError("no such tokens")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core_module, "opened", noting)
+        patch.setattr(core_module, "InputProcessor", refuse)
+        with pytest.raises(ValueError, match=r"^no such tokens$"):
+            Engine(tiny_model("target"), draft, **SIZES, tp=tp)
+    assert len(ranks) == (tp is not None) and not draft.is_open
+    expect_ended(ranks)
 
 
 def test_tp_that_cannot_be_is_refused_by_name() -> None:

@@ -84,7 +84,12 @@ class EngineCore:
         tokenizer, no_tokenizer = loading.tokenizer, loading.no_tokenizer
         self.executor, self.scheduler, self.stream = self.runtime.executor, self.runtime.scheduler, self.runtime.stream
         self.config, self.target, self.state = self.runtime.config, self.executor.target, self.executor.state
-        self.inputs = InputProcessor(self.config, self.target, self.draft, tokenizer, no_tokenizer)
+        try:
+            self.inputs = InputProcessor(self.config, self.target, self.draft, tokenizer, no_tokenizer)
+        except BaseException:
+            self.runtime.close_ranks()
+            close_draft(self.draft)
+            raise
         self.threads = EngineThreads(self.scheduler, self.stream, AcceptanceMonitor(self.draft))
         self.weights = WeightManager(self.runtime, self.threads)
         self._closer = weakref.finalize(

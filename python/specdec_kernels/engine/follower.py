@@ -34,6 +34,7 @@ def open_ranks(loading: Loading, work: Callable[[], Any]) -> Ranks | None:
         loading.machine.device,
         loading.channel_sizes,
         work,
+        agreed=loading.agreed,
         custom_all_reduce=loading.options.custom_all_reduce,
     )
 

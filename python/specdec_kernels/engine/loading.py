@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..parallel.launch import Place, place_of, sizes_of
 from ..parallel.ranks import Ranks
 from .config import EngineConfig, Machine, default_device, result_words
 from .drafts import Draft
+from .drafts.composition import walk
 from .options import RING_DEPTH, EngineOptions
 from .startup import FollowerRuntime, RankSources, Runtime, open_follower, open_runtime
 from .text.prompts import load_tokenizer, own_tokenizer
@@ -111,6 +112,14 @@ class Loading:
         """Return the sizes of the channel between the ranks."""
         assert self.place is not None
         return sizes_of(self.place.size, RING_DEPTH, result_words(self.config))
+
+    @property
+    def agreed(self) -> dict[str, str]:
+        """Return what has to be the same on all ranks, by name."""
+        sizes = {each.name: repr(getattr(self.config, each.name)) for each in fields(self.config)}
+        del sizes["machine"]
+        kinds = "+".join(type(each).__name__ for each in walk(self.draft))
+        return {"model": self.target_name, "draft": kinds} | sizes
 
     def sources(self, ranks: Ranks | None) -> RankSources:
         """Return what this rank loads."""

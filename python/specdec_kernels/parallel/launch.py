@@ -168,6 +168,7 @@ def open_ranks(
     sizes: Mapping[str, int],
     work: Callable[[], Any],
     *,
+    agreed: Mapping[str, str],
     custom_all_reduce: bool = False,
 ) -> Ranks:
     """Return this rank among all, once all are there; rank 0 starts the others if torchrun has not.
@@ -177,14 +178,16 @@ def open_ranks(
         device: of this rank.
         sizes: of the channel (`sizes_of`), the same on all ranks.
         work: returns what started ranks get, which must be picklable.
+        agreed: what scripts of torchrun must give all ranks alike, by name.
         custom_all_reduce: whether our kernels may reduce, where GPUs allow it; the same on all ranks.
 
     Raises:
-        ValueError: the work cannot be pickled.
+        ValueError: the work cannot be pickled; ranks of torchrun differ.
         RuntimeError: another process group exists; a rank has ended before all were there.
     """
     if place.by_torchrun:
-        return join_torchrun(place, device, sizes, custom_all_reduce=custom_all_reduce)
+        agreed = {**agreed, "custom_all_reduce": str(custom_all_reduce)}
+        return join_torchrun(place, device, sizes, agreed, custom_all_reduce=custom_all_reduce)
     if dist.is_initialized():
         raise RuntimeError(
             "Engine: torch.distributed has a process group, expected none in a process that starts ranks (run it by "
@@ -250,11 +253,18 @@ def wait_for_processes(channel: _C.ReplayChannel, size: int, started: Sequence[s
         time.sleep(0.01)
 
 
-def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int], *, custom_all_reduce: bool) -> Ranks:
+def join_torchrun(
+    place: Place,
+    device: torch.device,
+    sizes: Mapping[str, int],
+    agreed: Mapping[str, str],
+    *,
+    custom_all_reduce: bool,
+) -> Ranks:
     """Return this rank among those that torchrun has started.
 
     Raises:
-        ValueError: the script has a process group that cannot reduce on the device.
+        ValueError: the script has a process group that cannot reduce on the device, or gives ranks what differs.
     """
     is_script_group = dist.is_initialized()
     if is_script_group:
@@ -263,15 +273,14 @@ def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int], 
     else:
         init_group(device, rank=place.rank, size=place.size)
     control = dist.new_group(backend="gloo")  # the script's own group may be NCCL's alone
+    expect_agreed(agreed, place.size, control)
     said: list[Any] = [None]
     with contextlib.ExitStack() as stack:
         if place.rank == 0:
             memory = stack.enter_context(Memory.create(_C.ReplaySizes(**sizes)))
-            said[0] = str(memory.path), dict(sizes)
+            said[0] = str(memory.path)
         dist.broadcast_object_list(said, src=0, group=control, device=torch.device("cpu"))
-        path, of_first = said[0]
-        if of_first != dict(sizes):
-            raise RuntimeError(f"Engine: rank {place.rank} has a channel of {dict(sizes)}, expected {of_first}")
+        (path,) = said
         channel = Memory(Path(path), _C.ReplaySizes(**sizes)).channel(place.rank)
         dist.barrier(control)
     channel.watch()
@@ -284,6 +293,19 @@ def join_torchrun(place: Place, device: torch.device, sizes: Mapping[str, int], 
         is_script_group=is_script_group,
         custom_all_reduce=custom_all_reduce,
     )
+
+
+def expect_agreed(agreed: Mapping[str, str], size: int, group: dist.ProcessGroup) -> None:
+    """Raise ValueError on all ranks if one of them has something else than rank 0."""
+    each: list[Any] = [None] * size
+    dist.all_gather_object(each, dict(agreed), group=group)
+    for rank, own in enumerate(each):
+        for name, value in each[0].items():
+            if own[name] != value:
+                raise ValueError(
+                    f"Engine: {name} is {own[name]} on rank {rank}, expected {value} (that of rank 0: the script of "
+                    "torchrun gives all ranks the same)"
+                )
 
 
 def attach(joining: Joining) -> _C.ReplayChannel:
