@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from support import round_costs
 from support.devices import HAS_CUDA, on_cuda
 
 
@@ -74,6 +75,19 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fixed_costs() -> Iterator[None]:
+    """Start adaptive engines with costs of rounds that depend on no clock; `measured_costs` has them measured."""
+    with round_costs.fixed():
+        yield
+
+
+@pytest.fixture
+def measured_costs() -> Iterator[None]:
+    with round_costs.measured():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -65,6 +65,7 @@ CASES = [(case, name) for case in MODULES for name in ("dspark", "dspark rnn", "
 DEFAULT = ("qwen3_5", "dspark"), ("glm4_moe_lite", "dspark"), ("kimi_linear", "dflash")
 
 
+@pytest.mark.usefixtures("measured_costs")
 @pytest.mark.parametrize(("case", "name"), thinned(CASES, DEFAULT.__contains__))
 def test_texts_are_those_of_plain_decoding(case: str, name: str, tmp_path: Path) -> None:
     folder = write_for(case, name, tmp_path / "drafter")

@@ -83,6 +83,7 @@ def expect_plain_texts(engine: Engine) -> list[RequestOutput]:
     return outputs
 
 
+@pytest.mark.usefixtures("measured_costs")
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_greedy_text_is_that_of_plain_decoding(adaptive: bool, device: torch.device) -> None:
     """Also from a pool from which requests are retracted."""
@@ -243,6 +244,7 @@ def test_composition_finds_capabilities_of_members() -> None:
     assert not first.is_open and not hasattr(first, "rounds")
 
 
+@pytest.mark.usefixtures("measured_costs")
 def test_engine_calls_capabilities_of_a_union_member() -> None:
     """Also of a member of a member: migrated state arrives, and warm-up rounds are forgotten."""
     drafts = [Union(Union(Counting(), Ngram(num_nodes=4)), Bigrams(), num_nodes=6) for _ in range(2)]

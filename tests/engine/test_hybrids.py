@@ -184,6 +184,7 @@ def test_prefill_padding_leaves_states_as_they_are(shape: tuple[int, int, int], 
         torch.testing.assert_close(kept[1][name], tensor, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("measured_costs")
 def test_adaptive_rounds_of_all_sizes_keep_the_text(device: torch.device) -> None:
     case = "lfm2"
     with make_engine(module_of(case), Ngram(num_nodes=9), device, adaptive=True) as engine:

@@ -365,6 +365,7 @@ def test_draft_without_model_is_never_idle(draft: Draft | None, device: torch.de
     engine.close()
 
 
+@pytest.mark.usefixtures("measured_costs")
 def test_catch_up_cost_is_measured_and_saved(device: torch.device) -> None:
     engine = make_engine(Eagle3(HEAD, topk=1), device, adaptive=True, cuda_graph=False, batch_sizes=[2, 3])
     costs = engine.stats().costs

@@ -127,7 +127,7 @@ def test_requests_of_all_kinds_end_as_they_do_alone(case: str, device: torch.dev
     ]
     comparison = Comparison(module)
     for prefix_cache in (False, True):
-        # Adaptive rounds depend on measured times, and so would the number of retractions.
+        # Rounds that are not adaptive need pages enough for retractions.
         options = {"adaptive": prefix_cache, "page_size": 4, "num_pages": 24, "max_len": 84, "num_slots": 5}
         with make_engine(module, Ngram(num_nodes=8), device, prefix_cache=prefix_cache, **options) as engine:
             outputs = engine.generate([texts[index] for index in chosen], params)

@@ -145,6 +145,7 @@ def test_update_weights_and_sleep_reach_the_layer(name: str, tmp_path: Path) -> 
             engine.update_weights({f"{block}mlp.unknown.weight": torch.ones(1)})
 
 
+@pytest.mark.usefixtures("measured_costs")
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_next hybrid"])
 def test_adaptive_engines_with_a_prefix_cache_write_the_same_texts(name: str, tmp_path: Path) -> None:
     folder, prompts = write_target_with_mtp(tmp_path / "target", name), random_prompts(3)

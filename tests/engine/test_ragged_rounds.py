@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +27,7 @@ from support.budget_engines import (
     plain_texts,
     prompts,
 )
-from support.observed_rounds import wrap_launch
+from support.observed_rounds import wrap_launch, wrap_method
 from support.tiny_checkpoint import Comparison, reference_model
 
 
@@ -134,3 +137,21 @@ def test_too_many_nodes_are_refused() -> None:
     assert str(error.value) == (
         "Engine: num_slots is 257, expected at most 256 (trees of 256 nodes; a round has 65536 at most)"
     )
+
+
+@pytest.mark.parametrize("name", ["eagle3-tree", "eagle3+ngram"])
+def test_rounds_of_fixed_costs_do_not_depend_on_time(name: str, tmp_path: Path) -> None:
+    """The sizes of adaptive rounds in tests, which cost what conftest.py says, are the same on a slow machine."""
+    sizes = []
+    for delay in (0, 0.004):
+        engine = make_engine(DRAFTS[name](tmp_path), torch.device("cpu"), adaptive=True)
+        wrap_method(engine.core.executor.round, "run_target", partial(late, delay))
+        expect_plain_texts(engine)
+        sizes.append(engine.stats().rounds_by_nodes)
+        engine.close()
+    assert sizes[0] == sizes[1] and len(sizes[0]) > 4
+
+
+def late(delay: float, call: Callable[..., Any], *arguments: Any) -> Any:
+    time.sleep(random.random() * delay)
+    return call(*arguments)

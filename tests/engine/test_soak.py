@@ -31,9 +31,7 @@ DRAFTS: dict[str, Callable[[], Draft | None]] = {
     "drawn": lambda: Eagle3(tiny_model("eagle3"), num_steps=3, topk=1, sampled=True),
     "tree": lambda: Eagle3(tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=16),
     "standalone": lambda: Standalone(tiny_model("target"), num_steps=2, topk=2, num_nodes=5),
-    "adaptive": lambda: Eagle3(
-        tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=16
-    ),  # as many nodes as pay, by clock
+    "adaptive": lambda: Eagle3(tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=16),
 }
 CACHED = {"ngram", "tree", "standalone", "adaptive"}  # with a prefix cache
 REQUESTS = int(os.environ.get("SPECDEC_SOAK", 60 * len(DRAFTS))) // len(DRAFTS)

@@ -22,6 +22,7 @@ from specdec_kernels.engine.tuning import calibrated_parts, costs_for
 from specdec_kernels.reference import draft as reference
 from specdec_kernels.status import FinishReason, Status
 from specdec_kernels.tiny import tiny_model
+from support import round_costs
 from support.tiny_checkpoint import held_out
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
@@ -277,7 +278,7 @@ def test_names_are_those_of_folders_and_modules() -> None:
 @pytest.fixture(scope="module")
 def measured() -> Iterator[dict[str, Any]]:
     """Yield a tuning whose costs no machine would measure."""
-    with closing(make_engine(DRAFTS["chain"](), adaptive=True)) as engine:
+    with round_costs.measured(), closing(make_engine(DRAFTS["chain"](), adaptive=True)) as engine:
         tuning = engine.tuning
     assert tuning["costs"]["batches"] == [1, 2, 3, 4] and tuning["costs"]["rows"][1] == [2, 3, 4, 6, 8, 10]
     tuning["costs"]["us"] = [
@@ -294,6 +295,7 @@ def test_tuning_costs_of_same_rounds_are_reused(measured: dict[str, Any]) -> Non
         engine.generate(prompts(0, 2), SamplingParams(8))
 
 
+@pytest.mark.usefixtures("measured_costs")
 @pytest.mark.parametrize(
     "other",
     [
@@ -312,6 +314,7 @@ def test_tuning_costs_of_other_rounds_are_remeasured(measured: dict[str, Any], o
         assert engine.tuning["costs"]["us"] == costs.us
 
 
+@pytest.mark.usefixtures("measured_costs")
 @pytest.mark.parametrize("name", ["chain", "union"])
 def test_measuring_leaves_calibrations_as_they_were_given(name: str) -> None:
     with closing(make_engine(DRAFTS[name](), adaptive=True, tuning=tuned(name))) as engine:
@@ -424,6 +427,7 @@ def test_tuning_refuses_other_values(tmp_path: Path) -> None:
         make_engine(None, tuning=tmp_path / "none.json")
 
 
+@pytest.mark.usefixtures("measured_costs")
 @pytest.mark.parametrize("vocab_size", [1, 8, 15])
 def test_adaptive_engine_of_small_vocabulary_measures_rounds(vocab_size: int) -> None:
     """Nucleotides have 8 tokens: the rounds that are timed begin with distinct tokens of the vocabulary."""

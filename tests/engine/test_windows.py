@@ -172,6 +172,7 @@ def test_transformers_text_beyond_window_equals_reference(name: str, device: tor
     expect_texts_of_transformers(name, "union", "transformers", device)
 
 
+@pytest.mark.usefixtures("measured_costs")
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_head_attends_beyond_window(adaptive: bool, device: torch.device) -> None:
     """Its pages stay, also where it rests and catches up; those of the target's layers come back."""
