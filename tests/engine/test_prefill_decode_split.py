@@ -20,10 +20,9 @@ EXAMPLE = EXAMPLES / "prefill_decode_split.py"
 PROMPTS = ["import os\n", "def area(", "x = [\n"]
 
 
-def make_engine() -> Engine:
-    return Engine(
-        tiny_model("target"), draft=Eagle3(tiny_model("eagle3"), num_steps=5, topk=8, num_nodes=32), max_len=256
-    )
+def make_engine(device: str | None = None) -> Engine:
+    draft = Eagle3(tiny_model("eagle3"), num_steps=5, topk=8, num_nodes=32)
+    return Engine(tiny_model("target"), draft=draft, max_len=256, device=device)
 
 
 class Queued(SimpleQueue[Any]):
@@ -56,7 +55,7 @@ def test_split_engines_write_what_one_writes(
 def test_split_processes_write_what_one_engine_writes(transport: str) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl")
-    with make_engine() as engine:
+    with make_engine("cpu") as engine:  # as the example's processes run
         texts = [output.text for output in engine.generate(PROMPTS, SamplingParams(24))]
     command = [sys.executable, str(EXAMPLE), *PROMPTS, "--max-new-tokens", "24", "--transport", transport]
     done = subprocess.run(

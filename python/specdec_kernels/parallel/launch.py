@@ -5,6 +5,7 @@ The ranks of an engine are processes of one host, each with a GPU of its own, or
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import logging
@@ -388,10 +389,12 @@ def ranks_of(
         custom_all_reduce: whether our kernels may reduce.
     """
     aborts: list[Callable[[], None]] = []
+    ending: threading.Thread | None = None
     if place.rank == 0:
         others = [channel.process(rank) for rank in range(1, place.size)]
         arguments = channel, others, aborts
-        threading.Thread(target=end_others, args=arguments, name="specdec ranks", daemon=True).start()
+        ending = threading.Thread(target=end_others, args=arguments, name="specdec ranks", daemon=True)
+        ending.start()
 
     def least(value: int) -> int:
         values = torch.tensor([value])
@@ -416,7 +419,13 @@ def ranks_of(
         channel.watch_alarm(exchange.alarm, f"has sent nothing in a reduction for {SECONDS:.0f} s")
     logger.info("specdec_kernels: rank %d reduces by %s", place.rank, reduction)
 
+    def wait_for_ending() -> None:
+        if ending is not None and channel.failure:
+            ending.join(SECONDS_TO_END)
+
     def on_close() -> None:
+        if not channel.failure:
+            atexit.unregister(wait_for_ending)
         if exchange is not None:
             exchange.close()
         end(started, SECONDS_TO_END)
@@ -424,6 +433,8 @@ def ranks_of(
             with contextlib.suppress(*[Exception] if channel.failure else []):
                 dist.destroy_process_group()
 
+    # An interpreter that ends while the thread is in a call to NCCL ends by SIGABRT.
+    atexit.register(wait_for_ending)
     return Ranks(place.size, place.shard, reduction, channel, least, on_loaded, on_close)
 
 
