@@ -43,15 +43,14 @@ from specdec_kernels.engine import (
     Eagle3,
     Engine,
     NewTokens,
-    Ngram,
     SamplingParams,
     Standalone,
-    Union,
 )
 from specdec_kernels.engine.device.round import most_nodes
 from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.engine.drafts.block import DEFAULT_NUM_NODES as BLOCK_NODES
 from specdec_kernels.engine.drafts.model import DEFAULT_NUM_NODES
+from specdec_kernels.engine.drafts.union import with_ngrams
 from specdec_kernels.models.families import family_of, kv_numbers
 from specdec_kernels.models.heads.base import DraftHead
 from specdec_kernels.models.heads.block import BlockHead
@@ -636,7 +635,7 @@ def draft_of(setup: Setup, model: Any) -> Draft | None:
         return None
     options: dict[str, Any] = {} if setup.draft_weights is None else {"draft_weights": setup.draft_weights}
     draft = d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes, **options)
-    return Union(draft, Ngram(num_nodes=d.num_nodes), num_nodes=d.num_nodes) if d.with_ngrams else draft
+    return with_ngrams(draft, d.num_nodes) if d.with_ngrams else draft
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from specdec_kernels import __version__
-from specdec_kernels.engine import MTP, DFlash, Draft, DSpark, Eagle3, Engine, Ngram, SamplingParams, Union
+from specdec_kernels.engine import MTP, DFlash, Draft, DSpark, Eagle3, Engine, Ngram, SamplingParams
+from specdec_kernels.engine.drafts.union import with_ngrams
 
 from . import Algorithm, Generated, Job, max_batch
 
@@ -27,7 +28,7 @@ def draft_of(job: Job, a: Algorithm) -> Draft | None:
         return Ngram(num_nodes=a.num_nodes)
     kind: Any = {"eagle3": Eagle3, "mtp": MTP, "dspark": DSpark, "dflash": DFlash}[a.drafter]
     draft: Draft = kind(*([] if a.drafter == "mtp" else [job.head]), **sizes)
-    return Union(draft, Ngram(num_nodes=a.num_nodes), num_nodes=a.num_nodes) if a.with_ngrams else draft
+    return with_ngrams(draft, a.num_nodes) if a.with_ngrams else draft
 
 
 class Runner:

@@ -61,11 +61,9 @@ def union_of(algorithm: str, head: Any, options: Mapping[str, Any], corpus: Sequ
     Raises:
         ValueError: options out of range.
     """
-    from ..engine import Ngram, Union
+    from ..engine.drafts.union import with_ngrams
 
-    num_nodes = options["num_nodes"]
-    first = draft_class(model_part(algorithm))(head, **options)
-    return Union(first, Ngram(num_nodes=num_nodes, corpus=corpus), num_nodes=num_nodes)
+    return with_ngrams(draft_class(model_part(algorithm))(head, **options), options["num_nodes"], corpus)
 
 
 def draft_class(algorithm: str) -> Callable[..., Draft]:

@@ -26,7 +26,7 @@ from ..options import check_range
 from .base import DraftBudget
 from .calibrated import CalibratedDraft
 from .context import DraftContext, PrefillRows
-from .model import SEED_OF_ROUND, check_storage, storage_of
+from .model import SEED_OF_ROUND, check_sampled, check_storage, storage_of
 from .needs import AttentionCall, Needs
 from .proposal import Committed, DrawnFrom, Proposal, ScoredTree, makes_valid_trees, no_candidates
 
@@ -65,8 +65,7 @@ class BlockDraft(CalibratedDraft):
             if (value := getattr(self, option)) is not None:
                 check_range(f"{name}: {option}", value, 1, high)
         check_storage(name, self.draft_weights, self.kv_dtype)
-        if self.sampled and self.topk != 1:
-            raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")
+        check_sampled(name, self.sampled, self.topk)
         self.check_head()
 
     def check_head(self) -> None:

@@ -52,6 +52,12 @@ def check_storage(name: str, draft_weights: str | None, kv_dtype: str | torch.dt
         raise ValueError(f"{name}: kv_dtype is {kv_dtype!r}, expected None (that of the weights) or 'fp8_e4m3'")
 
 
+def check_sampled(name: str, sampled: bool, topk: int | None) -> None:
+    """Raise a ValueError for drafts that are drawn and branch; `name` is the draft's."""
+    if sampled and topk != 1:
+        raise ValueError(f"{name}: sampled is True with topk={topk}, expected topk=1 (a chain can be drawn)")
+
+
 def storage_of(draft: Any, context: DraftContext) -> HeadStorage:
     """Return how a draft's options `draft_weights` and `kv_dtype` store a head."""
     kv_dtype = None if draft.kv_dtype is None else torch.float8_e4m3fn
@@ -87,8 +93,7 @@ class ModelDraft(CalibratedDraft, Idleable, Migratable):
         for option, high in (("num_steps", 64), ("topk", 64), ("num_nodes", 256)):
             if (value := getattr(self, option)) is not None:
                 check_range(f"{name}: {option}", value, 1, high)
-        if self.sampled and self.topk != 1:
-            raise ValueError(f"{name}: sampled is True with topk={self.topk}, expected topk=1 (a chain can be drawn)")
+        check_sampled(name, self.sampled, self.topk)
 
     # --- what a kind of model supplies
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from ..options import check_range
 from .base import Draft, DraftBudget
 from .context import DraftContext, PrefillRows
 from .needs import Needs
+from .ngram import Ngram
 from .proposal import Committed, Proposal, ScoredTree, makes_valid_trees, no_candidates, propose, scored_tree_of
 
 
@@ -116,3 +119,17 @@ class Union(Draft):
         cut = features.shape[-1] // (num_first + num_second) * num_first
         first, second = features[..., :cut].contiguous(), features[..., cut:].contiguous()
         return first if num_first else None, second if num_second else None
+
+
+def with_ngrams(draft: Draft, num_nodes: int, corpus: Sequence[str | Path] = ()) -> Union:
+    """Return the union of a draft and an n-gram index, which verifies `num_nodes` nodes.
+
+    Args:
+        draft: proposes at most its own `num_nodes`.
+        num_nodes: of the index, and of both together; the root included.
+        corpus: text files that the index starts with.
+
+    Raises:
+        ValueError: as `Union` and `Ngram`.
+    """
+    return Union(draft, Ngram(num_nodes=num_nodes, corpus=corpus), num_nodes=num_nodes)
