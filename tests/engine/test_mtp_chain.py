@@ -21,6 +21,7 @@ from support.mtp_checkpoints import NUM_LAYERS, ChainReference, write_target_wit
 from support.observed_rounds import wrap_method
 from support.random_checkpoints import VOCAB, random_prompts
 from support.recorded_chains import record_chains
+from support.step_cases import StepReference, write_step
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 
 patched = pytest.MonkeyPatch.context
@@ -73,7 +74,10 @@ def test_texts_are_the_target_s_and_chains_the_formula_s(
 
 
 def compare_chains(
-    reference: ChainReference, drafted: list[tuple[int, list[int]]], whole: list[list[int]], num_steps: int
+    reference: ChainReference | StepReference,
+    drafted: list[tuple[int, list[int]]],
+    whole: list[list[int]],
+    num_steps: int,
 ) -> None:
     """Check that each chain is what the formula drafts after the first tokens of some text."""
     for length, chain in drafted:
@@ -103,6 +107,38 @@ def test_drafts_keep_the_text(make: Any, folder: Path, prompts: list[list[int]],
         assert texts(engine, prompts) == expected
         drawn = replace(GREEDY, temperature=1.0, seed=3)
         assert [len(text) for text in texts(engine, prompts[:2], drawn)] == [12, 12]
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_step(tmp_path_factory.mktemp("step") / "target", LAYERS)
+
+
+@pytest.mark.parametrize("page_size", [4, *exhaustive(1, 16, 64)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: MTP(num_steps=LAYERS, topk=1), lambda: MTP(**TREE), lambda: Ngram(num_nodes=9)],
+    ids=["chain", "tree", "ngram"],
+)
+def test_step_drafts_by_its_layers_and_keeps_the_text(
+    make: Any, page_size: int, step: Path, prompts: list[list[int]]
+) -> None:
+    """Layers of the target and of the chain have other heads, rotations and windows than their neighbors."""
+    draft, reference = make(), StepReference(step, LAYERS)
+    comparison = Comparison(reference.target)
+    theirs = greedy_by_transformers(reference.target, prompts, 12, eos_token_id=None)
+    options = {"page_size": page_size, "prefill_chunk": 7, "prefix_cache": True, "num_slots": 5}
+    with make_engine(step, draft, rounds_in_flight=1, **options) as engine, patched() as patch:
+        is_chain = isinstance(draft, MTP) and draft.topk == 1
+        drafted = record_chains(engine, patch) if is_chain else []
+        for _ in range(2):  # from an empty prefix cache, and with hits
+            for prompt, ours, text in zip(prompts, texts(engine, prompts), theirs, strict=True):
+                comparison.check(prompt, ours, text)
+        assert page_size > 60 or engine.stats().prefix_hits > 0  # prompts have fewer tokens
+        expect_nothing_lost(engine)
+    assert len(comparison.near_ties) <= 1
+    if is_chain:
+        compare_chains(reference, drafted, [p + t for p, t in zip(prompts, theirs, strict=True)], LAYERS)
 
 
 def test_retracted_requests_draft_what_they_would_have(folder: Path, prompts: list[list[int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.mtp_layouts import find_layout
 from support.mtp_checkpoints import NUM_LAYERS, ChainReference, write_target_with_chain
+from support.step_cases import StepReference, write_step
 
 TEXT, LAYERS = [17, 3, 101, 44, 3, 9, 76, 150, 12], 3
 ROWS, TABLE = len(TEXT) - 1, torch.arange(8, dtype=torch.int32)[None]
@@ -32,6 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target_with_chain(tmp_path_factory.mktemp("chain") / "target", LAYERS)
 
 
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_step(tmp_path_factory.mktemp("step") / "target", LAYERS)
+
+
 def target_of(folder: Path) -> CausalLM:
     options = ModelOptions(
         max_len=64, num_pages=8, page_size=4, dtype=torch.float32, device=torch.device("cpu"),
@@ -40,8 +47,11 @@ def target_of(folder: Path) -> CausalLM:
     return CausalLM(folder, options)
 
 
-def chain_of(folder: Path, target: CausalLM, num_layers: int) -> MtpChain:
-    return load_mtp_chain(MtpCheckpoint.open(folder), num_layers, target, num_pages=8, page_size=4)
+def chain_of(folder: Path, target: CausalLM, num_layers: int, **changes: Any) -> MtpChain:
+    """Return the chain of a folder, read with these changes of its layout."""
+    checkpoint = MtpCheckpoint.open(folder)
+    checkpoint = replace(checkpoint, layout=replace(checkpoint.layout, **changes))
+    return load_mtp_chain(checkpoint, num_layers, target, num_pages=8, page_size=4)
 
 
 def committed(chain: MtpChain, target: CausalLM, pieces: list[int]) -> HeadOutput:
@@ -79,19 +89,50 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), rtol=0, atol=1e-3)
 
 
+@pytest.fixture(scope="module", params=["glm4_moe", "step3p5"])
+def case(request: pytest.FixtureRequest, folder: Path, step: Path) -> tuple[Path, ChainReference | StepReference]:
+    is_step = request.param == "step3p5"
+    return (step, StepReference(step, LAYERS)) if is_step else (folder, ChainReference(folder, LAYERS))
+
+
 @pytest.mark.parametrize("num_layers", [2, 3])
 @pytest.mark.parametrize("pieces", [[8], [1, 1, 1, 5], [2, 6], [3, 3, 1, 1]], ids=str)
-def test_probabilities_are_those_of_the_published_formula(folder: Path, num_layers: int, pieces: list[int]) -> None:
+def test_probabilities_are_those_of_the_published_formula(
+    case: tuple[Path, ChainReference | StepReference], num_layers: int, pieces: list[int]
+) -> None:
+    folder, reference = case
     target = target_of(folder)
     ids, logits = drafted(chain_of(folder, target, num_layers), target, pieces)
-    expected, theirs = ChainReference(folder, LAYERS).chain(TEXT, num_layers)
+    expected, theirs = reference.chain(TEXT, num_layers)
     assert ids == expected
     close(logits, theirs)
 
 
+# Wrong readings of Step-3.5's layers, and the depth from which on each changes what they draft.
+WRONG: dict[str, tuple[int, dict[str, Any]]] = {
+    "order": (0, {"state_first": True}),
+    "norms": (0, {"embedding_norm": "hnorm", "state_norm": "enorm"}),
+    "target's state": (0, {"reads_normed_state": True}),
+    "layer's state": (1, {"passes_normed_state": True}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_readings_change_the_probabilities(wrong: str, step: Path) -> None:
+    target, (first, changes) = target_of(step), WRONG[wrong]
+    right, other = (drafted(chain_of(step, target, LAYERS, **each), target, [8])[1] for each in ({}, changes))
+    close(other[:first], right[:first])
+    for depth in range(first, LAYERS):
+        with pytest.raises(AssertionError):
+            close(other[depth], right[depth])
+
+
 @torch.inference_mode()
-def test_nodes_of_a_tree_have_the_probabilities_of_their_paths(folder: Path) -> None:
-    target, reference = target_of(folder), ChainReference(folder, LAYERS)
+def test_nodes_of_a_tree_have_the_probabilities_of_their_paths(
+    case: tuple[Path, ChainReference | StepReference],
+) -> None:
+    folder, reference = case
+    target = target_of(folder)
     chain = chain_of(folder, target, LAYERS)
     hidden, _ = committed(chain, target, [8])
     rows = PagedBatch(int32([0]), TABLE, int32([ROWS]), tail_len=2, mask=torch.tensor([[[0b1], [0b10]]]))

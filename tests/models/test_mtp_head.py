@@ -17,7 +17,7 @@ from specdec_kernels.models.heads.base import Features
 from specdec_kernels.models.heads.mtp import MtpCheckpoint, MtpHead, load_mtp_head
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
-from specdec_kernels.models.weights.mtp_layouts import HY_V3, MIMO, NEXTN, QWEN, find_layout
+from specdec_kernels.models.weights.mtp_layouts import HY_V3, MIMO, NEXTN, QWEN, STEP, find_layout
 from support.exhaustive import exhaustive, thinned
 from support.mtp_checkpoints import CASES, NUM_LAYERS, Reference, write_nemotron_with_mtp, write_target_with_mtp
 from support.quantized_checkpoints import quantize
@@ -241,7 +241,6 @@ def test_tensors_that_do_not_fit_are_refused_by_name(change: Any, message: str, 
     [
         ("model.mtp.layers.0.eh_proj.weight", "MiMo-V2's MTP layers"),
         ("model.mtp.layers.0.enorm.m.weight", "LongCat-Flash's MTP layer"),
-        ("model.layers.2.transformer.self_attn.q_proj.weight", "Step-3.5's MTP layers"),
         ("model.mtp_layers.0.eh_proj.weight", "HY-V4's MTP layers"),
         ("mtp.0.main_proj.weight", "a DSpark drafter"),
     ],
@@ -253,7 +252,7 @@ def test_layouts_that_are_not_computed_are_refused_by_name(name: str, kind: str)
     assert str(error.value) == f"target has {name} of {kind}, expected another layout (not supported)"
 
 
-@pytest.mark.parametrize("layout", [NEXTN, HY_V3, MIMO, QWEN], ids=["nextn", "hy_v3", "mimo", "qwen"])
+@pytest.mark.parametrize("layout", [NEXTN, HY_V3, STEP, MIMO, QWEN], ids=["nextn", "hy_v3", "step", "mimo", "qwen"])
 def test_names_of_a_layout_translate_back(layout: Any) -> None:
     for key in (*layout.modules, f"{layout.block}.mlp.up_proj".lstrip(".")):
         assert layout.stored_name(layout.own_name(f"{key}.weight")) == f"{key}.weight"

@@ -22,7 +22,7 @@ from support.random_checkpoints import EXPERTS
 from support.thread_reduction import ThreadReduction
 
 REFUSED = (
-    "codegen", "falcon", "falcon groups", "falcon one norm", "falcon serial", "stablelm normed", "zamba2",
+    "codegen", "falcon", "falcon groups", "falcon one norm", "falcon serial", "stablelm normed", "step3p5", "zamba2",
     "zamba2 adapters", "longcat_flash",
 )  # fmt: skip
 FEW_GROUPS = ("bamba", "falcon_h1 normed", "granitemoehybrid", "nemotron_h", "qwen3_")  # refused by four ranks
@@ -97,6 +97,12 @@ def test_rows_of_a_divided_head_are_those_of_the_whole() -> None:
         return head.permute_outputs(order)(torch.eye(4))
 
     assert all(torch.equal(rows, weight[order].T) for rows in reduction.run(picked))
+
+
+def test_heads_that_differ_between_layers_are_refused_by_name() -> None:
+    with pytest.raises(ValueError) as error:
+        CausalLM(module_of("step3p5"), options(shard=Shard(0, 2), reduction=ThreadReduction(2)))
+    assert str(error.value) == "model: num_attention_heads differs between layers, which is not divided among ranks"
 
 
 @pytest.mark.parametrize("case", REFUSED[:1] + REFUSED[5:7] + REFUSED[-1:])

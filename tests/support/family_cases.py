@@ -30,7 +30,7 @@ GRANITE = {
 }  # fmt: skip
 
 STRETCHED = ANGLES | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-ONE_MORE = ("gemma", "gemma2", "gemma3_text", "vaultgemma")  # norms multiply by 1 + weight
+ONE_MORE = ("gemma", "gemma2", "gemma3_text", "step3p5", "vaultgemma")  # norms multiply by 1 + weight
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 32": ("llama", {"head_dim": 32, "attention_bias": True}),
@@ -59,6 +59,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"hidden_size": 256, "logit_scale": 0.3}),
     "cohere normed": ("cohere", {"hidden_size": 256, "logit_scale": 0.3, "use_qk_norm": True}),
     "cohere2": ("cohere2", LOCAL | {"head_dim": 64, "logit_scale": 0.3}),
+    "step3p5": (
+        "step3p5",
+        LOCAL
+        | {
+            "head_dim": 32,
+            "num_sliding_attention_heads": 6,
+            "rope_theta": [1e4, 1e6, 1e4, 1e6],
+            "partial_rotary_factors": [1.0, 0.5, 1.0, 0.5],
+            "moe_layers_enum": "1,2,3",
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "share_expert_dim": 40,
+            "moe_router_scaling_factor": 1.5,
+            "swiglu_limits": [0.0, 0.0, 0.5, 0.7],
+            "swiglu_limits_shared": [0.6, 0.0, 0.5, 0.7],
+            "initializer_range": 0.15,
+        },
+    ),
     "starcoder2": ("starcoder2", {"hidden_size": 128, "sliding_window": 9, "hidden_act": "gelu_pytorch_tanh"}),
     "seed_oss": ("seed_oss", {"head_dim": 64, "attention_bias": True, "attention_out_bias": True}),
     "ministral": ("ministral", LOCAL | {"head_dim": 64}),

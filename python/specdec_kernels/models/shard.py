@@ -64,9 +64,15 @@ class Shard:
         return tuple(ranges)
 
     def config(self, config: Any, name: str = "model") -> Any:
-        """Return the config of the share: fewer heads of the same size."""
+        """Return the config of the share: fewer heads of the same size.
+
+        Raises:
+            ValueError: a count cannot be divided, or differs between layers.
+        """
         if self.size == 1:
             return config
+        if several := {*DIVIDED, *SHARED} & (getattr(config, "per_layer_attributes", None) or set()):
+            raise ValueError(f"{name}: {min(several)} differs between layers, which is not divided among ranks")
         local = copy(config)
         if not getattr(config, "head_dim", None):
             local.head_dim = config.hidden_size // config.num_attention_heads

@@ -151,7 +151,7 @@ def layer_and_projection(target: Any, layout: MtpLayout, seed: int) -> tuple[Any
     """
     embedding = target.get_input_embeddings().weight
     experts = any(hasattr(module, "experts") for module in target.get_decoder().layers[-1].modules())
-    config = config_of_layers(target.config, has_experts=experts)
+    config = config_of_layers(target.config, 0, has_experts=experts)
     hidden = config.hidden_size
     with torch.random.fork_rng(devices=[embedding.device] if embedding.is_cuda else []), torch.device(embedding.device):
         torch.manual_seed(seed)

@@ -69,7 +69,7 @@ class MTP(FrequentTokensDraft):
         self.check_vocabulary(target.vocab_size)
         source = self.source(target)
         num_chained = self.num_chained(source)
-        num_layers = num_chained * family_of(config_of_layers(source.config, has_experts=False)).num_kv_layers
+        num_layers = num_chained * family_of(config_of_layers(source.config, 0, has_experts=False)).num_kv_layers
         needs = self.model_needs(source.config, num_layers, feature_layers=(target.num_hidden_layers,))
         return replace(
             needs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...models.families import kv_heads_of, latent_row_of, pool_dim_of
+from ...models.families import kv_heads_of, largest, latent_row_of, pool_dim_of
 
 
 class AttentionCall(NamedTuple):
@@ -33,7 +33,7 @@ class AttentionCall(NamedTuple):
     @classmethod
     def of(cls, config: Any, q_rows: int | None, follows_kv_dtype: bool, per_round: int | None = None) -> AttentionCall:
         """Return the call of the layers of a model with this config; `per_round` None: one pass through them."""
-        heads = config.num_attention_heads, kv_heads_of(config)
+        heads = largest(config, "num_attention_heads") or 0, kv_heads_of(config)
         latent_dim = config.kv_lora_rank if latent_row_of(config) else None
         count = per_round or config.num_hidden_layers
         return cls(q_rows, *heads, pool_dim_of(config), follows_kv_dtype, count, latent_dim)

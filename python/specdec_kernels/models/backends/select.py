@@ -37,7 +37,7 @@ def implementation_of(config: Any, max_len: int, implementation: str = "auto", n
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"Engine: implementation is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
-    if not getattr(config, "num_attention_heads", None):
+    if not largest(config, "num_attention_heads"):
         if getattr(config, "sub_configs", None):
             raise ValueError(f"{name}: {config.model_type} is made of several models, expected one")
         raise ValueError(f"{name}: {config.model_type} has no attention in its layers, expected a model that has")

@@ -95,6 +95,7 @@ from .smollm3 import SmolLM3
 from .solar_open import SolarOpen
 from .stablelm import StableLm
 from .starcoder2 import Starcoder2
+from .step3p5 import Step3p5
 from .vaultgemma import VaultGemma
 from .youtu import Youtu
 from .zamba2 import Zamba2
@@ -181,6 +182,7 @@ __all__ = [
     "SolarOpen",
     "StableLm",
     "Starcoder2",
+    "Step3p5",
     "VaultGemma",
     "Youtu",
     "Zamba2",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..layers.linear import Linear
-from ..layers.mlp import FeedForward
-from ..layers.moe import Experts, MoE, QuantizedExperts, Router, SoftmaxRouter, gated
+from ..layers.mlp import FeedForward, gated
+from ..layers.moe import Experts, MoE, QuantizedExperts, Router, SoftmaxRouter
 from ..layers.reduction import reduction_of
 from .base import register
 from .llama import gated_mlp

@@ -295,7 +295,7 @@ def load_checkpoint(checkpoint: MtpCheckpoint, target: CausalLM) -> MtpHead:
                 raise ValueError(f"{what} has {stored} of shape {list(weight.shape)}, expected {expected}")
             modules[path] = module_of(kind, weight)
     of_layer = {key: tensors.pop(key) for key in list(tensors) if key.startswith((f"{LAYERS}.", f"{FINAL_NORM}."))}
-    lm, faults = model_of_layers(config, of_layer, tuple(modules), target.embedding.weight.dtype)
+    lm, faults = model_of_layers(checkpoint, of_layer, tuple(modules), target.embedding.weight.dtype)
     names = module_names(lm)
     for path, module in modules.items():
         lm.set_submodule(names[path], module)
@@ -375,7 +375,7 @@ def in_module(own: str, names: Mapping[str, str]) -> str:
 
 
 def model_of_layers(
-    config: Any, tensors: Mapping[str, Tensor], replaced: tuple[str, ...], dtype: torch.dtype
+    checkpoint: MtpCheckpoint, tensors: Mapping[str, Tensor], replaced: tuple[str, ...], dtype: torch.dtype
 ) -> tuple[Any, Faults]:
     """Return a model of transformers of the config's type whose layers have these tensors, and what does not fit.
 
@@ -384,11 +384,12 @@ def model_of_layers(
     Raises:
         ValueError: a type without a language model of its own.
     """
+    config = checkpoint.config
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"{NAME}: model_type is {config.model_type!r}, expected a causal language model's")
     small = {EMBEDDING: (1, config.hidden_size), LM_HEAD: (1, config.hidden_size), FINAL_NORM: (config.hidden_size,)}
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    short = config_of_layers(config, has_experts=any(".experts." in key for key in tensors))
+    short = config_of_layers(config, checkpoint.index, has_experts=any(".experts." in key for key in tensors))
     with torch.device("meta"):
         names = module_names(kind._from_config(deepcopy(short)))
     given = {f"{path}.weight": torch.zeros(small[path]) for path in replaced} | dict(tensors)
@@ -407,16 +408,25 @@ def model_of_layers(
     return lm, Faults(missing, unknown, mismatched)
 
 
-def config_of_layers(config: Any, has_experts: bool) -> Any:
-    """Return the config of a model whose layers are an MTP layer's: one with full attention, or those that it names."""
+def config_of_layers(config: Any, index: int, has_experts: bool) -> Any:
+    """Return the config of a model whose layers are those of MTP layer `index`: those that it names, or full attention.
+
+    What differs between the target's layers is as in those of the MTP layer's type.
+    """
     config = deepcopy(config)
     for key in ("quantization_config", "compression_config"):
         vars(config).pop(key, None)
-    types: list[str] = getattr(config, "mtp_layers_block_type", None) or ["full_attention"]
+    each = getattr(config, "mtp_layer_types", None)
+    types: list[str] = getattr(config, "mtp_layers_block_type", None) or [each[index] if each else "full_attention"]
+    different: dict[str, Any] = {}
+    if getattr(config, "is_heterogeneous", False):
+        alike = config.per_layer_config[types[0]]
+        different = {name: getattr(alike, name) for name in config.per_layer_attributes}
+        config.per_layer_config = None
     values = {
         "num_hidden_layers": len(types),
         "vocab_size": 1,
-        "pad_token_id": None,
+        "pad_token_id": 0,
         "tie_word_embeddings": False,
         "layer_types": types,
         "mlp_layer_types": ["sparse" if has_experts else "dense"],
@@ -426,8 +436,12 @@ def config_of_layers(config: Any, has_experts: bool) -> Any:
         "moe_layer_start_index": 0 if has_experts else 1,
         "moe_layer_end_index": 0,
         "moe_layer_interval": 1,
+        "swiglu_limits": None,
+        "swiglu_limits_shared": None,
     }
     for name, value in values.items():
         if hasattr(config, name):
             setattr(config, name, value)
+    for name, value in different.items():
+        setattr(config, name, value)
     return config

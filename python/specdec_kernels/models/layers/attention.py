@@ -34,7 +34,8 @@ class Attention:
     sinks: Tensor | None = None  # [heads], an extra score for each head, without a value
     # Multiplies rotated queries, in their dtype: [num_positions, head_dim], either of them may be 1.
     q_factors: Tensor | None = None
-    gate: Projection | None = None  # [heads * head_dim, in]; the sigmoid of its output multiplies attention's
+    # [heads * head_dim, in], or [heads, in] for one gate a head; the sigmoid of its output multiplies attention's.
+    gate: Projection | None = None
     cache: LayerKv = field(init=False)
 
     @property
@@ -60,7 +61,10 @@ class Attention:
             q, self.cache, scale=self.scale, window=self.window, soft_cap=self.soft_cap, sinks=self.sinks
         )
         out = out.flatten(-2).flatten(0, -2)
-        return out if self.gate is None else out * self.gate(x).sigmoid()
+        if self.gate is None:
+            return out
+        gates = self.gate(x).sigmoid()
+        return (out.view(*gates.shape, -1) * gates[..., None]).view(out.shape)
 
 
 @dataclass(frozen=True)

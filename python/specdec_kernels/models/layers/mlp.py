@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import SiLUActivation
 
+from ...ops import silu_and_mul
 from .linear import Linear
 from .outputs import LayerOutput, combined
 
@@ -34,12 +36,12 @@ class GatedMLP(FeedForward):
     gate_up: Linear
     down: Linear
     activation: Activation | None = None
+    limit: float | None = None  # as in `gated`
 
     def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
-        if self.activation is None:
+        if self.activation is None and self.limit is None:
             return self.down.add_to(residual, self.gate_up.swiglu(normed))
-        gate, up = self.gate_up(normed).chunk(2, dim=-1)
-        return self.down.add_to(residual, self.activation(gate) * up)
+        return self.down.add_to(residual, gated(self.activation, self.limit)(self.gate_up(normed)))
 
     def output(self, normed: Tensor) -> Tensor:
         """Return the output [T, H] alone."""
@@ -56,6 +58,25 @@ class MLP(FeedForward):
 
     def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
         return self.down.add_to(residual, self.activation(self.up(normed)))
+
+
+def gated(activation: Activation | None, limit: float | None = None) -> Callable[[Tensor], Tensor]:
+    """Return the function of columns [gate, up] that computes activation(gate) * up, fused for SiLU without a limit.
+
+    None is SiLU. With a limit, activation(gate) is at most that, and up is clamped to it on both sides (Step-3.5).
+    """
+    other = None if activation is None else activation_of(activation)
+    if other is None and limit is None:
+        return silu_and_mul
+    activate = functional.silu if other is None else other
+
+    def act(wide: Tensor) -> Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        if limit is None:
+            return activate(gate) * up
+        return activate(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+    return act
 
 
 def activation_of(activation: Activation) -> Activation | None:

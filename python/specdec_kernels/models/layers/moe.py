@@ -17,7 +17,7 @@ from torch.nn import functional
 from ...ops import Routing, moe_grouped_gemm, moe_route, silu_and_mul
 from .fp8 import FP8, GROUP, fake_quantize, quantize_activations
 from .linear import Linear
-from .mlp import Activation, FeedForward, GatedMLP, activation_of
+from .mlp import Activation, FeedForward, GatedMLP, gated
 from .outputs import ExpertOutputs, LayerOutput, PartialSum
 from .quantized import Fp8Weight, dequantize_weight, groups_of
 from .reduction import LOCAL, Reduction, reduction_of
@@ -37,18 +37,6 @@ def routing_of(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
     ids = torch.arange(num_experts, device=experts.device)
     ends = torch.searchsorted(flat, ids, right=True, out_int32=True)
     return Routing(experts, weights.contiguous(), order, ends)
-
-
-def gated(activation: Activation) -> Callable[[Tensor], Tensor]:
-    """Return the function of columns [gate, up] that computes activation(gate) * up, fused for SiLU."""
-    if activation_of(activation) is None:
-        return silu_and_mul
-
-    def act(wide: Tensor) -> Tensor:
-        gate, up = wide.chunk(2, dim=-1)
-        return activation(gate) * up
-
-    return act
 
 
 class Router(Protocol):

@@ -137,6 +137,16 @@ NEXTN = MtpLayout(
 # Hunyuan 3 (HY3), whose layer shares the target's embedding and LM head.
 HY_V3 = replace(NEXTN, final_norm="final_layernorm", embedding=None, lm_head=None, has_chains=False)
 
+# Step-3.5, whose layers pass their states on before the norm, each with an LM head of its own.
+STEP = replace(
+    NEXTN,
+    final_norm="transformer.shared_head.norm",
+    embedding=None,
+    lm_head="transformer.shared_head.output",
+    reads_normed_state=False,
+    passes_normed_state=False,
+)
+
 MIMO = MtpLayout(
     prefix="model.mtp_layers.",
     index=r"model\.mtp_layers\.(\d+)\.",
@@ -185,13 +195,12 @@ NEMOTRON = MtpLayout(
     has_layers=True,
 )
 
-LAYOUTS = (NEXTN, HY_V3, MIMO, ERNIE, QWEN, NEMOTRON)
+LAYOUTS = (NEXTN, HY_V3, STEP, MIMO, ERNIE, QWEN, NEMOTRON)
 
 # Names of tensors in MTP layers that are not computed here, by what they show.
 OTHERS = {
     "LongCat-Flash's MTP layer": r"model\.mtp\.layers\.\d+\.[eh]norm\.m\.weight",
     "MiMo-V2's MTP layers": r"model\.mtp\.layers\.\d+\.eh_proj\.weight",
-    "Step-3.5's MTP layers": r"model\.layers\.\d+\.(transformer\..*|shared_head\.output\.weight)",
     "HY-V4's MTP layers": r"model\.mtp_layers\.\d+\.eh_proj\.weight",
     "a DSpark drafter": r"mtp\.(.*\.)?(main_proj|markov_head|confidence_head)\..*",
 }
