@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
@@ -40,8 +40,12 @@ COMPUTED = {
 }
 
 
+class Step3p5Config(Step3p7TextConfig):  # transformers before 5.24 registers no model for a config class of its own
+    pass
+
+
 class Step3p5ForCausalLM(Step3p7PreTrainedModel, LlamaForCausalLM):  # type: ignore[misc]
-    config_class = Step3p7TextConfig
+    config_class = Step3p5Config
 
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)
@@ -51,8 +55,9 @@ class Step3p5ForCausalLM(Step3p7PreTrainedModel, LlamaForCausalLM):  # type: ign
         self.post_init()  # type: ignore[no-untyped-call]
 
 
-if Step3p7TextConfig not in AutoModelForCausalLM._model_mapping:
-    AutoModelForCausalLM.register(Step3p7TextConfig, Step3p5ForCausalLM, exist_ok=True)
+if Step3p5Config not in AutoModelForCausalLM._model_mapping:
+    AutoConfig.register(Step3p5Config.model_type, Step3p5Config, exist_ok=True)
+    AutoModelForCausalLM.register(Step3p5Config, Step3p5ForCausalLM)
     register_checkpoint_conversion_mapping(
         Step3p5ForCausalLM.__name__,
         [
