@@ -13,7 +13,7 @@ import torch
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone, Union
 from specdec_kernels.engine.device.round import Round
 from specdec_kernels.tiny import tiny_model
-from support.exhaustive import covering
+from support.exhaustive import covering, exhaustive
 from support.sampled_texts import KINDS, close_draws, differing
 from support.tiny_checkpoint import Comparison, held_out, reference_model, reference_texts
 
@@ -79,7 +79,7 @@ def test_sampled_text_depends_on_seed_alone(name: str, layout: str, device: torc
         assert sum(o.stats.accepted for o in outputs) > 0.5 * sum(o.stats.rounds for o in outputs)
 
 
-@pytest.mark.parametrize("name", ["eagle3-tree", "eagle3-bush", "standalone"])
+@pytest.mark.parametrize("name", [*exhaustive("eagle3-tree"), "eagle3-bush", "standalone"])
 def test_sampled_text_needs_visited_logits_alone(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +133,7 @@ def test_sampled_text_ignores_batch_and_order(name: str) -> None:
     assert differing(outputs, [plain()[i] for i in order], [params()[i] for i in order]) <= 2
 
 
-@pytest.mark.parametrize("name", ["none", "eagle3-tree", "ngram", "standalone"])
+@pytest.mark.parametrize("name", ["none", "eagle3-tree", *exhaustive("ngram"), "standalone"])
 def test_sampled_text_survives_retraction(name: str) -> None:
     each = [SamplingParams(100, ignore_eos=True, temperature=0.8, seed=i) for i in range(4)]
     want = make_engine(name, "batched").generate(prompts()[:4], each)

@@ -153,7 +153,10 @@ def check_texts(outputs: list[Any], each: list[SamplingParams]) -> None:
             assert fits(output.text, sampling), output.text
 
 
-@pytest.mark.parametrize("name", [name for name in DRAFTS if name != "drawn"])
+# The default run finds trees in the union, and in the tests by budget levels and of retraction.
+@pytest.mark.parametrize(
+    "name", thinned([name for name in DRAFTS if name != "drawn"], ("none", "eagle3+ngram", "standalone").__contains__)
+)
 def test_text_is_the_targets_under_the_grammar(name: str, device: torch.device) -> None:
     outputs = make_engine(name, device).generate(prompts(), params())
     assert [output.tokens for output in outputs] == wanted()
@@ -161,7 +164,7 @@ def test_text_is_the_targets_under_the_grammar(name: str, device: torch.device) 
 
 
 # At temperature 0 the test above checks the texts of all drafts but the drawn one.
-IN_DEFAULT_RUN = {("drawn", 0.0), *((name, 1.0) for name in ("none", "eagle3+ngram", "standalone", "drawn"))}
+IN_DEFAULT_RUN = {("drawn", 0.0), *((name, 1.0) for name in ("none", "eagle3+ngram", "drawn"))}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from specdec_kernels.engine import (
 )
 from specdec_kernels.engine.drafts.proposal import scored_tree_of
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import exhaustive
 from support.sampled_texts import distribution, expect_distribution
 from support.tiny_checkpoint import Comparison, accept_length, held_out, reference_model, reference_texts
 
@@ -37,7 +38,7 @@ def prompts(count: int) -> list[list[int]]:
     return [prompt[:60] for prompt in held_out("code")[:count]]
 
 
-@pytest.mark.parametrize(("number", "top_k", "temperature"), [(13, 3, 1.0), (16, 4, 1.6)])
+@pytest.mark.parametrize(("number", "top_k", "temperature"), [*exhaustive((13, 3, 1.0)), (16, 4, 1.6)])
 def test_texts_have_the_distribution_of_the_target(
     device: torch.device, number: int, top_k: int, temperature: float
 ) -> None:
@@ -56,8 +57,8 @@ def test_texts_have_the_distribution_of_the_target(
 def test_sampled_drafts_raise_acceptance(temperature: float, gain: float) -> None:
     lengths = {}
     for drawn in (False, True):
-        params = [SamplingParams(64, ignore_eos=True, temperature=temperature, seed=i) for i in range(24)]
-        lengths[drawn] = accept_length(make_engine("cpu", drawn=drawn).generate(prompts(24), params))
+        params = [SamplingParams(48, ignore_eos=True, temperature=temperature, seed=i) for i in range(16)]
+        lengths[drawn] = accept_length(make_engine("cpu", drawn=drawn).generate(prompts(16), params))
     print(lengths)
     assert lengths[True] > lengths[False] + gain
 

@@ -105,15 +105,14 @@ def texts(
     return found
 
 
-def can_be_made(model_type: str) -> bool:
-    """Whether there is a tiny model of it: that is a matter of its config and of packages that it wants."""
+def model_of(model_type: str) -> Any:
+    """Return a tiny model; None if none can be made, which depends on its config and on packages that it wants."""
     if model_type in NO_SMALL:
-        return False
+        return None
     try:
-        tiny_model(model_type)
+        return tiny_model(model_type)
     except Exception:
-        return False
-    return True
+        return None
 
 
 def keeps_states(model_type: str) -> bool:
@@ -124,7 +123,7 @@ def keeps_states(model_type: str) -> bool:
 def row_of(model_type: str, chosen: Collection[str] = DRAFTS) -> str:
     """Return the line of the table. AssertionError: a model that opens gives another text than its own."""
     backends, why = {"native": "-", "transformers": "-"}, ""
-    if not can_be_made(model_type):
+    if (unchanged := model_of(model_type)) is None:
         return f"| {model_type} | - | - | not tried: {NO_SMALL.get(model_type, 'no small checkpoint can be made of its config')} |"
     for backend in backends:
         if backend == "native" and text_config(tiny_config(model_type)).model_type not in known_families():
@@ -134,7 +133,7 @@ def row_of(model_type: str, chosen: Collection[str] = DRAFTS) -> str:
         if backend == "native" and keeps_states(model_type):
             names = tuple(dict.fromkeys("plain" if name == "plain" else "n-gram" for name in chosen))
         make = functools.partial(tiny_model, model_type, **changes)
-        model = make(0)
+        model = make(0) if changes else unchanged
         try:
             found = texts(model, functools.partial(make, 1), backend, names)
         except ValueError as error:
