@@ -106,7 +106,7 @@ MlaPlan plan_mla(const Check& check, const MlaShape& shape, int64_t max_kv_len, 
   const bool sm90 = forced.kernel ? forced.kernel == Kernel::kWgmma : can_use_wgmma(shape, device);
   const MlaPlan plan = (sm90 ? plan_sm90 : plan_sm80)(shape, max_kv_len, device, forced);
   check.that(!forced.whole_items.value_or(false) || plan.whole_items, "plan", {"is ", name ? *name : ""},
-             "split for packed rows, more than 256 rows of a request, or fixed_split");
+             "split for packed rows, more than 320 rows of a request, or fixed_split");
   if (name) check_plan(check, *name, plan, shape, device);
   return plan;
 }

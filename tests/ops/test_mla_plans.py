@@ -72,9 +72,20 @@ def test_mla_plan_sizes_are_consistent(seed: int) -> None:
             # Half of the splits of a batch that fills the GPU would leave it half empty.
             assert plan.workspace_bytes <= 80 << 20
         if plan.name.startswith("sm90"):
-            assert 1 <= plan.row_tiles <= 4 and 132 - 4 < plan.row_tiles * plan.workers <= 132
+            assert 1 <= plan.row_tiles <= 5 and 132 - 5 < plan.row_tiles * plan.workers <= 132
             part = 4 * plan.row_tiles * (64 * (512 + 2) + 4)
             assert plan.workspace_bytes == (0 if plan.whole_items else 2 * plan.workers * part)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "row_tiles"),
+    [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 3), (7, 4), (8, 4), (9, 3), (10, 5), (15, 5), (16, 4), (32, 4)],
+)
+def test_row_tiles_of_a_worker_on_hopper(tiles: int, row_tiles: int) -> None:
+    """A worker has as many row tiles as leave it the fewest items, which are no more than with 4 row tiles."""
+    for rows in (64 * tiles - 63, 64 * tiles):
+        plan = sd.mla_plan(batch=16, q_rows=rows, q_heads=1, max_kv_len=32768, gpu=sd.H200)
+        assert (plan.row_tiles, plan.workers) == (row_tiles, 132 // row_tiles)
 
 
 SHAPE = {"batch": 1, "q_rows": 16, "q_heads": 16, "max_kv_len": 32768, "gpu": sd.A100}
@@ -92,7 +103,7 @@ SHAPE = {"batch": 1, "q_rows": 16, "q_heads": 16, "max_kv_len": 32768, "gpu": sd
         ({"plan": "sm90.wgmma.64"}, "plan is sm90.wgmma.64, expected plain or a plan of sm80 for this shape on this device"),
         ({"plan": "sm90.wgmma.64", "gpu": sd.H200, "rows": "fp8"}, "plan is sm90.wgmma.64, expected plain or a plan of sm80 for this shape on this device"),
         ({"plan": "sm90.wgmma.64.splits2", "gpu": sd.H200}, "plan is sm90.wgmma.64.splits2, expected option split or whole"),
-        ({"plan": "sm90.wgmma.64.whole", "gpu": sd.H200, "packed": True}, "plan is sm90.wgmma.64.whole, expected split for packed rows, more than 256 rows of a request, or fixed_split"),
+        ({"plan": "sm90.wgmma.64.whole", "gpu": sd.H200, "packed": True}, "plan is sm90.wgmma.64.whole, expected split for packed rows, more than 320 rows of a request, or fixed_split"),
         ({"plan": "sm90.wgmma"}, "plan is sm90.wgmma, expected one of plain, sm80.mma.16, sm80.mma.32, sm80.mma.64, sm90.wgmma.64, optionally followed by options"),
         ({"batch": 0}, "batch is 0, expected 1 to 2147483647"),
         ({"rope_dim": 80}, "rope_dim is 80, expected 0 to 64"),
