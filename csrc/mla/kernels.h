@@ -6,10 +6,11 @@
 namespace specdec::mla {
 
 void plain_attention(const MlaTreeAttentionParams& p, Stream stream);
-void wgmma_attention(const MlaTreeAttentionParams& p, Stream stream);
 
-// Launch the mma.sync kernel of p.plan's tile. Defined by instantiations/, for T of 16 bits.
+// Launch the mma.sync kernel of p.plan's tile, or the wgmma kernel. Defined by instantiations/, for T of 16 bits.
 template <class T, class Row>
 void launch_mma_tile(const MlaTreeAttentionParams& p, Stream stream);
+template <class T, class Row>
+void launch_wgmma(const MlaTreeAttentionParams& p, Stream stream);
 
 }  // namespace specdec::mla

@@ -133,10 +133,10 @@ int64_t workspace_bytes(const MlaPlan& plan, const MlaShape& shape) {
 const std::vector<KernelVariant>& kernel_variants() {
   static const std::vector<KernelVariant> variants = [] {
     std::vector<KernelVariant> all;
-    for (const int tile_rows : {16, 32, 64})
-      for (const RowFormat format : {RowFormat::kAsQueries, RowFormat::kFloat8, RowFormat::k656Bytes})
-        all.push_back({Kernel::kMma, tile_rows, 32, format});
-    all.push_back({Kernel::kWgmma, 64, 64, RowFormat::kAsQueries});
+    for (const RowFormat format : {RowFormat::kAsQueries, RowFormat::kFloat8, RowFormat::k656Bytes}) {
+      for (const int tile_rows : {16, 32, 64}) all.push_back({Kernel::kMma, tile_rows, 32, format});
+      all.push_back({Kernel::kWgmma, 64, 64, format});
+    }
     return all;
   }();
   return variants;

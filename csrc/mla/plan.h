@@ -22,7 +22,7 @@ enum class RowFormat { kAsQueries, kFloat8, k656Bytes };  // of latent rows; see
 enum class Kernel {
   kPlain,  // no tensor cores: any dtype, any alignment (plain/plain.cu)
   kMma,    // mma.sync, compute capability 8.0 and later (sm80/mma.cuh)
-  kWgmma,  // wgmma, compute capability 9.0, 16-bit rows of 512 + 64 elements (sm90/wgmma.cuh)
+  kWgmma,  // wgmma, compute capability 9.0, rows of 512 + 64 elements (sm90/wgmma.cuh)
 };
 
 // The static properties of a call.

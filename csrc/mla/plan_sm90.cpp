@@ -1,5 +1,5 @@
-// Rules for Hopper (compute capability 9.0): wgmma for 16-bit rows of 512 + 64 elements, from 1 row on; the rules of
-// plan_sm80.cpp for the rest.
+// Rules for Hopper (compute capability 9.0): wgmma for rows of 512 + 64 elements of 16 or 8 bits, from 1 row on; the
+// rules of plan_sm80.cpp for the rest.
 //
 // A persistent grid of one block per SM. A worker is 1 to 5 blocks that read the same KV, one row tile of 64 each
 // (best_row_tiles()). Workers take even shares of all KV (split), or with short KV whole items if a quarter of the
@@ -33,8 +33,7 @@ int64_t best_row_tiles(int64_t tiles, const Device& device) {
 }  // namespace
 
 bool can_use_wgmma(const MlaShape& shape, const Device& device) {
-  return device.has_wgmma && shape.tensor_cores && shape.latent_dim == 512 && shape.width == 576 &&
-         shape.format == RowFormat::kAsQueries && !shape.listed;
+  return device.has_wgmma && shape.tensor_cores && shape.latent_dim == 512 && shape.width == 576 && !shape.listed;
 }
 
 MlaPlan plan_sm90(const MlaShape& shape, int64_t max_kv_len, const Device& device, const PlanOptions& forced) {

@@ -101,7 +101,7 @@ SHAPE = {"batch": 1, "q_rows": 16, "q_heads": 16, "max_kv_len": 32768, "gpu": sd
         ({"plan": "sm80.mma.64", "gpu": sd.L40S}, "plan is sm80.mma.64, expected a row tile of at most 16 on this device"),
         ({"plan": "sm80.mma.64.splits2", "fixed_split": 128}, "plan is sm80.mma.64.splits2, expected one without splits with fixed_split"),
         ({"plan": "sm90.wgmma.64"}, "plan is sm90.wgmma.64, expected plain or a plan of sm80 for this shape on this device"),
-        ({"plan": "sm90.wgmma.64", "gpu": sd.H200, "rows": "fp8"}, "plan is sm90.wgmma.64, expected plain or a plan of sm80 for this shape on this device"),
+        ({"plan": "sm90.wgmma.64", "gpu": sd.H200, "latent_dim": 256}, "plan is sm90.wgmma.64, expected plain or a plan of sm80 for this shape on this device"),
         ({"plan": "sm90.wgmma.64.splits2", "gpu": sd.H200}, "plan is sm90.wgmma.64.splits2, expected option split or whole"),
         ({"plan": "sm90.wgmma.64.whole", "gpu": sd.H200, "packed": True}, "plan is sm90.wgmma.64.whole, expected split for packed rows, more than 320 rows of a request, or fixed_split"),
         ({"plan": "sm90.wgmma"}, "plan is sm90.wgmma, expected one of plain, sm80.mma.16, sm80.mma.32, sm80.mma.64, sm90.wgmma.64, optionally followed by options"),

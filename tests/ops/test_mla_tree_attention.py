@@ -242,7 +242,7 @@ def test_mla_tree_attention_of_index_lists_is_that_of_a_dense_mask(
 @pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize("variant", [name for name in _C.mla_variants() if name.startswith("sm80")])
 def test_mla_tree_attention_of_each_mma_kernel(variant: str, splits: int) -> None:
-    """Hopper has a kernel of its own for rows of 16 bits, so those of other GPUs run there only if forced."""
+    """Hopper has a kernel of its own for rows of 512 + 64 elements, so those of other GPUs run there only if forced."""
     kernel = variant.removesuffix(".fp8").removesuffix(".656")
     pools = U8 if variant.endswith(".656") else FP8 if variant.endswith(".fp8") else torch.bfloat16
     device, plan = torch.device("cuda"), f"{kernel}.splits{splits}"
@@ -271,11 +271,29 @@ def test_mla_tree_attention_skips_and_reports_bad_indices(device: torch.device) 
     check(q, cache, indices=lists)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("rows", [FP8, U8], ids=["fp8", "656"])
+def test_mla_tree_attention_of_8_bit_rows_equals_that_of_the_16_bit_rows_they_stand_for(
+    device: torch.device, rows: torch.dtype
+) -> None:
+    """With factors that are powers of two, bfloat16 holds what 8-bit rows stand for."""
+    cache = make_latent_cache([1900, 0, 65], [6] * 3, page_size=16, rows=rows, device=device)
+    if rows == U8:
+        factors = 2.0 ** torch.randint(-3, 3, (*cache.kv_pool.shape[:-1], 4), device=device)
+        cache.kv_pool[..., 512:528] = factors.view(U8)
+    wide = dataclasses.replace(cache, kv_pool=reference.latent_rows(cache.kv_pool).bfloat16())
+    q = torch.randn(3, 6, 20, 576, device=device).bfloat16()
+    for options in ({"mask": random_trees(3, 6).to(device)}, {"fixed_split": 512}, {"window": 100}):
+        got, want = (sd.mla_tree_attention(q, *pool.tensors(), scale=SCALE, **options) for pool in (cache, wide))
+        assert torch.equal(got, want)
+
+
 def test_mla_tree_attention_rows_do_not_depend_on_batch(device: torch.device) -> None:
     lengths = [9, 1, 30, 9, 17]
-    for dtype in (torch.float32, torch.bfloat16):
-        cache = make_latent_cache([0, 7, 64, 900, 429], lengths, page_size=16, rows=dtype, device=device)
-        q = [torch.randn(rows, 4, 576, device=device).to(dtype) for rows in lengths]
+    bf16 = torch.bfloat16
+    for dtype, rows in ((torch.float32, torch.float32), (bf16, bf16), (bf16, FP8), (bf16, U8)):
+        cache = make_latent_cache([0, 7, 64, 900, 429], lengths, page_size=16, rows=rows, device=device)
+        q = [torch.randn(n, 4, 576, device=device).to(dtype) for n in lengths]
 
         def run(
             order: list[int], q: list[torch.Tensor] = q, cache: LatentCache = cache, dtype: torch.dtype = dtype

@@ -13,6 +13,7 @@
 #include "attention/common/merge.cuh"
 #include "core/fragments.cuh"
 #include "core/mma.cuh"
+#include "mla/dequantize.cuh"
 #include "mla/kernels.h"
 #include "mla/work_item.cuh"
 
@@ -270,19 +271,10 @@ class MlaMma {
           const uint4 x = *reinterpret_cast<const uint4*>(raw + 16 * c);
           float factor = 1;
           if constexpr (k656) factor = reinterpret_cast<const float*>(raw + Row656::kScales)[c * 16 / Row656::kGroup];
-          const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-          uint32_t y[8];
-#pragma unroll
-          for (int w = 0; w < 4; ++w)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(
-                  static_cast<__nv_fp8x2_storage_t>(words[w] >> 16 * half & 0xffff), __NV_E4M3);
-              const float2 z = __half22float2(__half2(pair));
-              y[2 * w + half] = attention::pack<T>(z.x * factor, z.y * factor);
-            }
-          *reinterpret_cast<uint4*>(tile + tile_offset(j, 2 * c)) = make_uint4(y[0], y[1], y[2], y[3]);
-          *reinterpret_cast<uint4*>(tile + tile_offset(j, 2 * c + 1)) = make_uint4(y[4], y[5], y[6], y[7]);
+          uint4 y[2];
+          specdec::mla::dequantize<T>(x, factor, y);
+          *reinterpret_cast<uint4*>(tile + tile_offset(j, 2 * c)) = y[0];
+          *reinterpret_cast<uint4*>(tile + tile_offset(j, 2 * c + 1)) = y[1];
         }
         if constexpr (k656)
           if (lane < Row656::kRope / 8)

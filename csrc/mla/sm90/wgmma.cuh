@@ -1,5 +1,5 @@
-// mla_tree_attention with wgmma (compute capability 9.0): latent rows of 512 + 64 elements of 16 bits, 64 rows (query
-// rows times heads) per block.
+// mla_tree_attention with wgmma (compute capability 9.0): latent rows of 512 + 64 elements of 16 or 8 bits, 64 rows
+// (query rows times heads) per block.
 //
 // The accumulator, 64 x 512 floats, fills half of the SM's registers, so two consumer warpgroups hold a half of the
 // columns each. The first one ("scores") computes the scores of a KV tile, their softmax, and multiplies the weights,
@@ -12,9 +12,11 @@
 
 #include <cutlass/arch/reg_reconfig.h>
 
+#include "attention/common/launch.cuh"
 #include "attention/common/merge.cuh"
 #include "core/cluster.cuh"
 #include "core/wgmma.cuh"
+#include "mla/kernels.h"
 #include "mla/sm90/latent_ring.cuh"
 
 namespace specdec::mla {
@@ -24,21 +26,23 @@ using attention::PartialsCounter;
 using attention::QueryRow;
 using attention::Scale;
 
-template <class T>
+// T: type of queries and outputs. Row: that of the pool's elements, or Row656.
+template <class T, class Row>
 class WgmmaAttention {
  public:
+  using Ring = LatentRing<T, Row>;
   static constexpr int kRows = 64, kTokens = LatentTile::kTokens, kLatent = LatentTile::kLatent, kHalf = kLatent / 2;
   static constexpr int kWarpgroupThreads = 128, kConsumerThreads = 2 * kWarpgroupThreads;
-  static constexpr int kThreads = kConsumerThreads + LatentRing::kProducers * kWarp;
+  static constexpr int kThreads = kConsumerThreads + Ring::kProducers * kWarp;
   static constexpr int kConsumerRegisters = 208, kProducerRegisters = 88;
   static constexpr int kPanelBytes = kRows * 128;                 // of queries and weights: 64 elements of each row
   static constexpr int kChunk = 128, kChunks = kLatent / kChunk;  // columns of a merge unit, and units of a row
 
   struct Shared {
-    LatentRing ring;
+    Ring ring;
     alignas(1024) unsigned char q[LatentTile::kWidth / 64 * kPanelBytes];
     alignas(1024) unsigned char weights[kPanelBytes];
-    LatentRing::Control control;
+    Ring::Control control;
     float factors[kRows];  // by which outputs are rescaled before the weights are applied; at the end sums of weights
     Mbarrier q_full, weights_full, weights_empty;
 
@@ -508,8 +512,8 @@ class WgmmaAttention {
   const DevicePlan& plan_;
   const int row_tile_;
   const int warp_ = static_cast<int>(threadIdx.x) / kWarp % 4;
-  Turn<LatentRing::kSegments> segment_;  // of the next segment
-  Turn<LatentRing::kStages> stage_;
+  Turn<Ring::kSegments> segment_;  // of the next segment
+  Turn<Ring::kStages> stage_;
   Turn<1> q_, weights_;
   bool q_load_started_ = false;  // whether q of the next segment is already being loaded
 };
@@ -528,10 +532,10 @@ __global__ void __launch_bounds__(Attention::kThreads, 1)
   __syncthreads();
   const int worker = blockIdx.x / plan.row_tiles, row_tile = blockIdx.x % plan.row_tiles;
   const int warp = threadIdx.x / kWarp;
-  if (warp < LatentRing::kConsumers) {
+  if (warp < Attention::Ring::kConsumers) {
     cutlass::arch::warpgroup_reg_alloc<Attention::kConsumerRegisters>();
     Attention attention(shared, p, plan, row_tile);
-    if (__shfl_sync(kFullMask, warp, 0) < LatentRing::kConsumers / 2)
+    if (__shfl_sync(kFullMask, warp, 0) < Attention::Ring::kConsumers / 2)
       attention.template consume<true>();
     else
       attention.template consume<false>();
@@ -545,9 +549,17 @@ __global__ void __launch_bounds__(Attention::kThreads, 1)
 }
 
 // Launch plan.workers x plan.row_tiles blocks. Blocks wait for each other's partial results, so all of them must be
-// co-resident, which only a cooperative launch guarantees.
-template <class Attention>
-void launch_wgmma(const MlaTreeAttentionParams& p, const DevicePlan& plan, Stream stream) {
+// co-resident, which only a cooperative launch guarantees. Instantiated by instantiations/.
+template <class T, class Row>
+void launch_wgmma(const MlaTreeAttentionParams& p, Stream stream) {
+  using Attention = WgmmaAttention<T, Row>;
+  const DevicePlan plan = attention::make_device_plan({.tile_rows = p.plan.tile_rows,
+                                                       .tile_tokens = p.plan.tile_tokens,
+                                                       .row_tiles = p.plan.row_tiles,
+                                                       .blocks_per_sm = 1,
+                                                       .whole_items = p.plan.whole_items,
+                                                       .workers = p.plan.workers},
+                                                      p);
   constexpr size_t kSharedBytes = sizeof(typename Attention::Shared);
   SD_CUDA_CHECK("mla_tree_attention",
                 cudaFuncSetAttribute(wgmma_kernel<Attention>, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -564,7 +576,8 @@ void launch_wgmma(const MlaTreeAttentionParams& p, const DevicePlan& plan, Strea
                                   .attrs = attributes,
                                   .numAttrs = 2};
   SD_CUDA_CHECK("mla_tree_attention",
-                cudaLaunchKernelEx(&config, wgmma_kernel<Attention>, p, plan, encode_latent_maps(p)));
+                cudaLaunchKernelEx(&config, wgmma_kernel<Attention>, p, plan,
+                                   Attention::Ring::kDequantize ? LatentMaps{} : encode_latent_maps(p)));
 }
 
 }  // namespace specdec::mla
