@@ -288,6 +288,71 @@ def test_mla_tree_attention_of_8_bit_rows_equals_that_of_the_16_bit_rows_they_st
         assert torch.equal(got, want)
 
 
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU here")
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, FP8),
+        (torch.float16, FP8),
+        (torch.bfloat16, U8),
+    ],
+    ids=["bfloat16", "float16", "fp8", "float16-fp8", "656"],
+)
+@pytest.mark.parametrize(
+    ("prefixes", "nodes", "heads"),
+    [
+        ([5000], 1, 16),
+        ([3000, 0, 77], 16, 20),  # 5 row tiles
+        ([700, 1, 64], 32, 20),  # 10
+        (list(range(1100, 2660, 40)), 4, 16),  # 39 requests
+    ],
+    ids=["1 request", "5 row tiles", "10 row tiles", "39 requests"],
+)
+def test_mla_tree_attention_of_rounds_has_the_bits_of_the_general_form(
+    dtype: torch.dtype, rows: torch.dtype, prefixes: list[int], nodes: int, heads: int
+) -> None:
+    """On Hopper, calls of rounds run a slim form of the kernel. A window, here one of all rows, takes the general one."""
+    device, batch = torch.device("cuda"), len(prefixes)
+    cache = make_latent_cache(prefixes, [nodes] * batch, page_size=16, rows=rows, device=device)
+    q, mask = torch.randn(batch, nodes, heads, 576, device=device).to(dtype), random_trees(batch, nodes)
+    slots, lengths = torch.randperm(batch).int(), torch.randint(0, nodes + 1, (batch,)).int()
+    ends = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
+    flat = torch.cat([words[:n] for words, n in zip(mask, lengths.tolist(), strict=True)])
+    padding = batch * nodes - len(flat)
+    packed = {
+        "mask": torch.cat([flat, flat.new_full((padding, 1), -1)]),
+        "cu_seqlens_q": ends,
+        "slots": slots,
+    }
+    for queries, options in (
+        (q, {"mask": mask}),
+        (q, {"mask": mask, "slots": slots, "q_lens": lengths}),
+        (q, {"mask": mask, "tail_len": nodes, "slots": slots}),
+        (q, {"slots": slots, "q_lens": lengths}),
+        (q, {"tail_len": max(nodes - 1, 0)}),
+        (q.flatten(0, 1), packed),
+    ):
+        on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        results = []
+        for window in (None, 1 << 40):
+            out, lse = (
+                queries.new_full((*queries.shape[:-1], 512), NAN),
+                torch.full(queries.shape[:-1], NAN, device=device),
+            )
+            status = torch.zeros(batch, dtype=torch.int32, device=device)
+            sd.mla_tree_attention(
+                queries, *cache.tensors(), out=out, lse=lse, status=status, scale=SCALE, window=window, **on_device
+            )
+            assert not out.isnan().any()
+            results.append((out, lse, status))
+        for slim, general in zip(*results, strict=True):
+            assert torch.equal(slim, general)
+    check(q.flatten(0, 1), cache, **packed)
+
+
 def test_mla_tree_attention_rows_do_not_depend_on_batch(device: torch.device) -> None:
     lengths = [9, 1, 30, 9, 17]
     bf16 = torch.bfloat16

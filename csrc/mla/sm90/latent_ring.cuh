@@ -15,6 +15,7 @@
 #include "core/mbarrier.cuh"
 #include "core/wgmma.cuh"
 #include "mla/sm90/raw_tokens.cuh"
+#include "mla/sm90/slim.cuh"
 
 namespace specdec::mla {
 
@@ -23,8 +24,8 @@ using attention::Segment;
 using attention::Span;
 
 // Warps 0 to kConsumers - 1 of the block consume, the next kProducers produce. kPartReaders warps read each part last.
-// T: type of the tiles' elements. Row: that of the pool's, or Row656.
-template <class T, class Row>
+// T: type of the tiles' elements. Row: that of the pool's, or Row656. kSlim: see slim.cuh.
+template <class T, class Row, bool kSlim>
 struct LatentRing {
   static constexpr int kStages = 2, kSegments = 2, kConsumers = 8, kProducers = 4, kPartReaders = 4;
   static constexpr int kTokens = LatentTile::kTokens, kMyTokens = kTokens / kProducers;
@@ -57,27 +58,37 @@ struct LatentRing {
     }
   };
 
+  // Walk of the general form: whole items, or shares.
+  class GeneralWalk {
+   public:
+    __device__ GeneralWalk() { asm volatile("" ::"l"(&shares_) : "memory"); }  // keeps it in memory between steps
+    __device__ __forceinline__ Segment next_segment(const MlaTreeAttentionParams& p, const DevicePlan& plan,
+                                                    int worker) {
+      if (plan.whole_items) return whole_items_.next_segment(p, plan, worker);
+      attention::StreamK<false> stream_k(p, plan, shares_, cached_requests_);
+      const Segment s = stream_k.next_segment(worker);
+      shares_ = stream_k;
+      return s;
+    }
+
+   private:
+    attention::StreamKState shares_;
+    attention::WholeItems whole_items_;
+    attention::CachedRequests cached_requests_;
+  };
+  using Walk = std::conditional_t<kSlim, SlimWalk, GeneralWalk>;
+
   // Run a producer warp from start to end.
   __device__ void produce(Control& control, const MlaTreeAttentionParams& p, const DevicePlan& plan, int worker,
                           const LatentMaps& maps) {
     const int producer = threadIdx.x / kWarp - kConsumers;
-    attention::StreamKState walk;
-    attention::WholeItems whole_items;
-    attention::CachedRequests cached_requests;
-    asm volatile("" ::"l"(&walk) : "memory");  // keeps the walk's state in memory between steps
+    Walk walk;
     Turn<kSegments> turn;
     Turn<kStages> stage;
 #pragma unroll 1
     while (true) {
       if (producer == 0) {
-        Segment mine;
-        if (plan.whole_items) {
-          mine = whole_items.next_segment(p, plan, worker);
-        } else {
-          attention::StreamK<false> stream_k(p, plan, walk, cached_requests);
-          mine = stream_k.next_segment(worker);
-          walk = stream_k;
-        }
+        const Segment mine = walk.next_segment(p, plan, worker);
         if (threadIdx.x % kWarp == 0) {
           control.segment_empty[turn.at].wait(turn.parity ^ 1);
           control.segments[turn.at] = mine;

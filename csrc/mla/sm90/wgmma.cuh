@@ -27,10 +27,12 @@ using attention::QueryRow;
 using attention::Scale;
 
 // T: type of queries and outputs. Row: that of the pool's elements, or Row656.
-template <class T, class Row>
+// kSlim: see slim.cuh.
+template <class T, class Row, bool kSlim>
 class WgmmaAttention {
  public:
-  using Ring = LatentRing<T, Row>;
+  static constexpr bool kIsSlim = kSlim;
+  using Ring = LatentRing<T, Row, kSlim>;
   static constexpr int kRows = 64, kTokens = LatentTile::kTokens, kLatent = LatentTile::kLatent, kHalf = kLatent / 2;
   static constexpr int kWarpgroupThreads = 128, kConsumerThreads = 2 * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + Ring::kProducers * kWarp;
@@ -391,9 +393,10 @@ class WgmmaAttention {
       find_factors(s, first, last, begin);
       sync_consumers();
       const int some_begin = max(begin, first * kChunks), some_end = min(end, last * kChunks);
-      if (s.splits <= 2)
+      // All sums are in the same order.
+      if (!kSlim && s.splits <= 2)
         add_partials<2, 8>(s, first, some_begin, some_end);
-      else if (s.splits <= 4)
+      else if (!kSlim && s.splits <= 4)
         add_partials<4, 2>(s, first, some_begin, some_end);
       else
         add_partials<8, 1>(s, first, some_begin, some_end);
@@ -520,9 +523,11 @@ class WgmmaAttention {
 
 template <class Attention>
 __global__ void __launch_bounds__(Attention::kThreads, 1)
-    wgmma_kernel(const __grid_constant__ MlaTreeAttentionParams p, const __grid_constant__ DevicePlan plan,
+    wgmma_kernel(const __grid_constant__ MlaTreeAttentionParams any_p, const __grid_constant__ DevicePlan any_plan,
                  const __grid_constant__ LatentMaps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  const std::conditional_t<Attention::kIsSlim, SlimParams, const MlaTreeAttentionParams&> p(any_p);
+  const std::conditional_t<Attention::kIsSlim, SlimPlan, const DevicePlan&> plan(any_plan);
   extern __shared__ __align__(1024) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Attention::Shared*>(memory);
   if (threadIdx.x == 0) {
@@ -549,10 +554,9 @@ __global__ void __launch_bounds__(Attention::kThreads, 1)
 }
 
 // Launch plan.workers x plan.row_tiles blocks. Blocks wait for each other's partial results, so all of them must be
-// co-resident, which only a cooperative launch guarantees. Instantiated by instantiations/.
-template <class T, class Row>
-void launch_wgmma(const MlaTreeAttentionParams& p, Stream stream) {
-  using Attention = WgmmaAttention<T, Row>;
+// co-resident, which only a cooperative launch guarantees.
+template <class Attention>
+void launch_form(const MlaTreeAttentionParams& p, Stream stream) {
   const DevicePlan plan = attention::make_device_plan({.tile_rows = p.plan.tile_rows,
                                                        .tile_tokens = p.plan.tile_tokens,
                                                        .row_tiles = p.plan.row_tiles,
@@ -578,6 +582,15 @@ void launch_wgmma(const MlaTreeAttentionParams& p, Stream stream) {
   SD_CUDA_CHECK("mla_tree_attention",
                 cudaLaunchKernelEx(&config, wgmma_kernel<Attention>, p, plan,
                                    Attention::Ring::kDequantize ? LatentMaps{} : encode_latent_maps(p)));
+}
+
+// Launch the form that the call can have. Instantiated by instantiations/.
+template <class T, class Row>
+void launch_wgmma(const MlaTreeAttentionParams& p, Stream stream) {
+  // Rows of 656 bytes take up to a tenth longer in the slim form where KV is long or many requests run.
+  const bool is_faster_slim = !std::is_same_v<Row, Row656> || p.batch < 16;
+  if (is_faster_slim && can_be_slim(p)) return launch_form<WgmmaAttention<T, Row, true>>(p, stream);
+  launch_form<WgmmaAttention<T, Row, false>>(p, stream);
 }
 
 }  // namespace specdec::mla
