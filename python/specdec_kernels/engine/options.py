@@ -128,7 +128,8 @@ class EngineOptions:
     custom_all_reduce: bool = option(
         False,
         "with tp on CUDA, reduce small tensors of captured rounds by kernels that write to the memory of the other "
-        "GPUs, if 2, 4 or 8 GPUs reach each other's memory. False: by NCCL. These rounds have not been timed yet.",
+        "GPUs, if 2, 4 or 8 GPUs reach each other's memory. It is faster, and not proven where other processes use the "
+        "GPUs (docs/tensor_parallel.md). False: by NCCL.",
     )
     implementation: str = option(
         "auto",
