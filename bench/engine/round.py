@@ -739,7 +739,7 @@ def meta_draft(kind: Any, shape: str) -> nn.Module:
             return Eagle3Head(eagle3_config(config), 3, draft_vocab_of(config))
         if kind is MTP:
             has_experts = any(hasattr(config, name) for name in NUM_EXPERTS)
-            lm: Any = AutoModelForCausalLM.from_config(config_of_layers(config, has_experts))
+            lm: Any = AutoModelForCausalLM.from_config(config_of_layers(config, 0, has_experts=has_experts))
             lm.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             return MtpHead(lm, NEXTN, "")
         model: nn.Module = AutoModelForCausalLM.from_config(standalone_config(shape))
