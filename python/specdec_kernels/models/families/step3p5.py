@@ -1,7 +1,7 @@
 """Step-3.5: Gemma's norms, a gate for each head, two kinds of attention, and experts with clamped SwiGLU.
 
-Layers with a sliding window have another number of query heads than the others, and another rotation. Transformers has
-the decoder as the text part of Step-3.7 alone, so the language model is registered there.
+Sliding-window layers have their own number of query heads and their own rotation. Transformers has only the decoder, as
+the text model of Step-3.7. This module registers the language model.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ COMPUTED = {
 }
 
 
-class Step3p5Config(Step3p7TextConfig):  # transformers before 5.24 registers no model for a config class of its own
-    pass
+class Step3p5Config(Step3p7TextConfig):
+    """Lets `AutoModelForCausalLM` register a model: before 5.24 it takes none for a config class of transformers."""
 
 
 class Step3p5ForCausalLM(Step3p7PreTrainedModel, LlamaForCausalLM):  # type: ignore[misc]
