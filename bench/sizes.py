@@ -16,8 +16,9 @@ def setting_of(known: Mapping[str, Setting], name: str) -> Setting:
     With `+ngram` at the end it is a union with the n-gram index.
     """
     if name.endswith(WITH_NGRAMS):
-        union: Any = setting_of(known, name.removesuffix(WITH_NGRAMS))
-        return replace(union, with_ngrams=True)
+        alone: Any = setting_of(known, name.removesuffix(WITH_NGRAMS))
+        union: Setting = replace(alone, with_ngrams=True)
+        return union
     if name in known:
         return known[name]
     kind = name.rstrip("0123456789")

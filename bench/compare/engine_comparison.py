@@ -170,7 +170,7 @@ def write_checkpoints(c: Comparison) -> None:
         "drafts": drafts,
     }
     file = c.out / "synthetic.json"
-    written = json.loads(file.read_text()) if file.exists() else {"target": None}
+    written: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"target": None}
     if written["target"] == options["target"] and set(drafts) <= set(written["drafts"]):
         return
     c.out.mkdir(parents=True, exist_ok=True)
@@ -213,8 +213,8 @@ def runs_of_batches(c: Comparison, text: SyntheticText, algorithm: str) -> list[
     """
     a = algorithm_of(algorithm)
     if a.drafter != "ngram":
-        waves = [waves_of(text, batch, c.input, c.output, quoted=a.is_quoted) for batch in c.batches]
-        return [[each] * (1 + 2 * c.repeats) for each in waves]
+        pieces = [waves_of(text, batch, c.input, c.output, quoted=a.is_quoted) for batch in c.batches]
+        return [[waves] * (1 + 2 * c.repeats) for waves in pieces]
     starts, lengths = [starts_of(text, batch) for batch in c.batches], [c.short, c.output] * c.repeats
     wanted = sum(len(wave) * (LEAD + length) for waves in starts for wave in waves for length in lengths)
     if wanted > len(text.other_order):
@@ -252,7 +252,8 @@ def quoting(piece: list[int], length: int, order: Tensor) -> Request:
 
     Between quotes are tokens of `order`, a text without the piece.
     """
-    draw, answer, quotes = Random(piece[0]), piece[LEAD:], []
+    draw, answer = Random(piece[0]), piece[LEAD:]
+    quotes: list[int] = []
     others = (int(order[at % len(order)]) for at in count(draw.randrange(len(order))))
     at = 0
     while at < len(answer) and len(quotes) < length:

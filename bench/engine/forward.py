@@ -4,8 +4,8 @@ Rows are requests x nodes. GEMMs of 16-bit weights are cuBLAS's, those of other 
 is that of one CUDA graph, with cold weights (a pass reads more than any cache holds). `kernels` adds the time of the
 kernels by kind, from the profiler: while a kernel runs that started before, another does not count.
 
-A pass of a hybrid adds the path that the pass before left pending to the recurrent states: ACCEPTED nodes of a tree.
-Its GEMMs alone are not timed.
+The GEMMs alone are timed where all layers have attention and a gated MLP, not with experts or recurrent layers. A pass
+of a hybrid adds the path that the pass before left pending to the recurrent states: ACCEPTED nodes of a tree.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from specdec_kernels.models.backends.native import CausalLM
+from specdec_kernels.models.layers.attention import Attention
+from specdec_kernels.models.layers.linear import Linear
+from specdec_kernels.models.layers.mlp import GatedMLP
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
@@ -50,8 +53,8 @@ class Pass:
     """A forward pass with logits, of a batch of trees after a prefix, on fixed inputs."""
 
     def __init__(self, target: CausalLM, batch: int, nodes: int, prefix: int, device: torch.device) -> None:
-        def ints(*values: Any, **options: Any) -> Tensor:
-            return torch.tensor(*values, dtype=torch.int32, device=device, **options)
+        def ints(values: list[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
 
         pages = -(-(prefix + nodes) // PAGE_SIZE)
         num_slots = batch if target.states is None else target.states.num_slots
@@ -80,13 +83,25 @@ class Pass:
         return self.target.logits(hidden)
 
 
+def dense_linears(target: CausalLM) -> list[Linear] | None:
+    """Return the linears of all layers; None: some layer has other parts than attention and a gated MLP."""
+    linears: list[Linear] = []
+    for layer in target.decoder.layers:
+        mixer, mlp = layer.mixer, layer.feed_forward
+        if not isinstance(mixer, Attention) or mixer.gate is not None or not isinstance(mixer.qkv, Linear):
+            return None
+        if not isinstance(mlp, GatedMLP):
+            return None
+        linears += [mixer.qkv, mixer.out, mlp.gate_up, mlp.down]
+    return linears
+
+
 class Linears:
     """The linear layers of that pass alone, each on an input of its own."""
 
-    def __init__(self, target: CausalLM, rows: int) -> None:
+    def __init__(self, target: CausalLM, linears: list[Linear], rows: int) -> None:
         weight = target.embedding.weight
-        parts = [(layer.mixer, layer.feed_forward) for layer in target.decoder.layers]
-        self.linears = [p for a, f in parts for p in (a.qkv, a.out, f.gate_up, f.down)]
+        self.linears = linears
         self.head = target.decoder.head
         widths = {p.weight.shape[1] for p in self.linears} | {weight.shape[1]}
         self.inputs = {width: torch.randn(rows, width, device=weight.device, dtype=weight.dtype) for width in widths}
@@ -143,12 +158,13 @@ def measure_forward(
         accept_width=ACCEPTED,
     )
     target = CausalLM(model, options)
+    linears = dense_linears(target)
     results = []
     for batch, nodes in sizes:
         whole = Pass(target, batch, nodes, prefix, device)
         times = {"forward_ms": times_of(replay_seconds([whole])).median * 1e3}
-        if target.states is None:
-            times["gemm_ms"] = times_of(replay_seconds([Linears(target, batch * nodes)])).median * 1e3
+        if linears is not None:
+            times["gemm_ms"] = times_of(replay_seconds([Linears(target, linears, batch * nodes)])).median * 1e3
         kinds = {kind: us * 1e-3 for kind, us in kinds_of(whole).items()} if kernels else {}
         results.append({"batch": batch, "nodes": nodes, **times, **kinds})
     return results

@@ -91,7 +91,9 @@ def profile_of(events: Iterable[dict[str, Any]]) -> RoundProfile | None:
 
 def span(launch: Sequence[dict[str, Any]]) -> float:
     """Return the microseconds from the first start to the last end."""
-    return max(event["ts"] + event["dur"] for event in launch) - min(event["ts"] for event in launch)
+    start: float = min(event["ts"] for event in launch)
+    end: float = max(event["ts"] + event["dur"] for event in launch)
+    return end - start
 
 
 def own_times(launch: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:

@@ -59,7 +59,7 @@ class Index(Drafter):
         slot, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
         out = self._index.draft(slot, zero, drafts + 1, **options)
         self._tree = out.tree
-        self._draft = lambda: self._index.draft(slot, zero, drafts + 1, **options, out=out)
+        self._draft: Callable[[], sd.NgramDraft] = lambda: self._index.draft(slot, zero, drafts + 1, **options, out=out)
 
     def learn(self, document: Sequence[int]) -> None:
         self._index.insert(torch.tensor(document, dtype=torch.int32))
@@ -187,15 +187,13 @@ def measure_replay(
     with `options`. `baselines` adds the installed drafters of other packages.
     """
     asked = sum(map(len, text.requests))
-    makers: dict[str, Callable[[int, int], Drafter]] = {
-        "index": lambda drafts, held: Index(drafts, max(held, 1 << 17) + asked, options)
-    }
-    if baselines:
-        makers |= {name: lambda drafts, held, make=make: make(drafts) for name, make in ngram_drafters().items()}
+    others = ngram_drafters() if baselines else {}
     for workload, held in [("cold", 0), *((f"warm {held:.0e}", held) for held in warm), ("edit", 0)]:
+        index = partial(Index, max_tokens=max(held, 1 << 17) + asked, options=options)
+        makers: dict[str, Callable[[int], Drafter]] = {"index": index, **others}
         for count in drafts:
-            for drafter, maker in makers.items():
-                make = partial(maker, count, held)
+            for drafter, make_drafter in makers.items():
+                make = partial(make_drafter, count)
                 score = text.score_edits(make) if workload == "edit" else text.score(make, held)
                 params = {"text": name, "workload": workload, "drafts": count, "drafter": drafter}
                 yield Result(NAME, params, "cpu", facts=score.facts())

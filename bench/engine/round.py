@@ -49,8 +49,10 @@ from specdec_kernels.engine import (
 from specdec_kernels.engine.device.round import most_nodes
 from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.engine.drafts.block import DEFAULT_NUM_NODES as BLOCK_NODES
+from specdec_kernels.engine.drafts.block import BlockDraft
+from specdec_kernels.engine.drafts.calibrated import CalibratedDraft
 from specdec_kernels.engine.drafts.model import DEFAULT_NUM_NODES
-from specdec_kernels.engine.drafts.union import with_ngrams
+from specdec_kernels.engine.drafts.union import Union, with_ngrams
 from specdec_kernels.models.families import family_of, kv_numbers
 from specdec_kernels.models.heads.base import DraftHead
 from specdec_kernels.models.heads.block import BlockHead
@@ -374,10 +376,15 @@ class SyntheticModels:
         kind = setup.drafting.kind
         if kind in HEADS:
             return HEADS[kind](self.target, self.text, setup.acceptance)
-        if kind in BLOCK_KINDS:
-            sizes: dict[str, Any] = {"block_size": setup.drafting.block_size, "num_layers": BLOCK_LAYERS}
+        if kind is not None and issubclass(kind, BlockDraft):
             parts = synthetic_block(
-                self.target, self.text, setup.acceptance, BLOCK_KINDS[kind], **sizes, rank=MARKOV_RANK
+                self.target,
+                self.text,
+                setup.acceptance,
+                BLOCK_KINDS[kind],
+                block_size=setup.drafting.block_size,
+                num_layers=BLOCK_LAYERS,
+                rank=MARKOV_RANK,
             )
             shared = SharedParts(
                 self.target.config, self.target.get_input_embeddings(), self.target.get_output_embeddings()
@@ -412,8 +419,8 @@ class Bench:
             custom_all_reduce=setup.custom_all_reduce,
         )
         self._groups = count(1)
-        if setup.drafting.block_size or setup.draft_weights is not None:
-            draft = self.engine.draft.first if setup.drafting.with_ngrams else self.engine.draft
+        draft = self.engine.draft.first if isinstance(self.engine.draft, Union) else self.engine.draft
+        if isinstance(draft, CalibratedDraft) and (setup.drafting.block_size or setup.draft_weights is not None):
             self.draft = draft.loaded  # as it is stored
 
     def measure(self, batch: int, ceilings: Ceilings) -> Result:

@@ -117,7 +117,8 @@ def decoder_layers(device: torch.device, rows: int) -> list[DecoderLayer]:
 
 def rows_of_pass(params: Mapping[str, Any]) -> int:
     """Return the rows of a pass whose ops have these sizes, at most MAX_ROWS."""
-    return min(MAX_ROWS, math.prod(params.get(name, 1) for name in ("batch", "nodes", "rows")))
+    rows: int = math.prod(params.get(name, 1) for name in ("batch", "nodes", "rows"))
+    return min(MAX_ROWS, rows)
 
 
 def rewrite(inputs: Sequence[Tensor]) -> None:

@@ -71,7 +71,7 @@ def replay_seconds(calls: Sequence[Call]) -> list[float]:
 
 def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
     """Capture calls into a CUDA graph and replay it until its time is steady."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:  # load kernels outside the capture
@@ -103,7 +103,7 @@ def seconds_of(replays: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> 
 
 def new_event() -> torch.cuda.Event:
     """Return an event for timing."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 def cpu_time(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,12 @@ def lines_of(results: Results, parameter: str) -> dict[str, Results]:
     return lines
 
 
+def points(results: Results, parameter: str, times: Sequence[float | None]) -> tuple[list[float], list[float]]:
+    """Return the values of a parameter in order, and the time at each; results without a time are left out."""
+    pairs = sorted((r["params"][parameter], time) for r, time in zip(results, times, strict=True) if time)
+    return [value for value, _ in pairs], [time for _, time in pairs]
+
+
 def draw(axes: Axes, parameter: str, results: Results) -> None:
     """Draw our times as lines, and in the same color the floor dashed and the baselines dotted."""
     baselines = baseline_names(results)
@@ -144,18 +150,14 @@ def draw(axes: Axes, parameter: str, results: Results) -> None:
     for i, line in enumerate(lines_of(results, parameter).values()):
         color = f"C{i % 10}"
         label = params_text({k: v for k, v in line[0]["params"].items() if k not in fixed and k != parameter})
-
-        def points(
-            time_of: Callable[[dict[str, Any]], float | None], line: Results = line
-        ) -> tuple[list[Any], list[Any]]:
-            pairs = sorted((r["params"][parameter], t) for r in line if (t := time_of(r)))
-            return [x for x, _ in pairs], [t for _, t in pairs]
-
-        axes.plot(*points(lambda r: r["time_us"]), color=color, marker="o", label=label or "specdec_kernels")
-        axes.plot(*points(lambda r: r["floor_us"]), color=color, linestyle="--", linewidth=1)
+        values, ours = points(line, parameter, [r["time_us"] for r in line])
+        axes.plot(values, ours, color=color, marker="o", label=label or "specdec_kernels")
+        values, floors = points(line, parameter, [r["floor_us"] for r in line])
+        axes.plot(values, floors, color=color, linestyle="--", linewidth=1)
         for name, marker in zip(baselines, MARKERS, strict=False):
+            values, theirs = points(line, parameter, [r["baselines"].get(name) for r in line])
             axes.plot(
-                *points(lambda r, name=name: r["baselines"].get(name)),
+                values, theirs,
                 color=color, marker=marker, linestyle=":", linewidth=0.8, markersize=5, alpha=0.6,
             )  # fmt: skip
     axes.plot([], [], color="gray", linestyle="--", label="floor")

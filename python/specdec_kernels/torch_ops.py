@@ -25,7 +25,7 @@ from torch import Tensor
 from . import ops
 from .ops._op_list import native_halves, public_ops
 
-_library: Any = torch.library.Library("specdec", "DEF")  # type: ignore[no-untyped-call]
+_library: Any = torch.library.Library("specdec", "DEF")
 
 _POOL = tuple(f"pool_{name}" for name in ops.PagePool._fields if name != "page_size")
 

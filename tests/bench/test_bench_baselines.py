@@ -293,9 +293,13 @@ def test_sglang_baseline_check_finds_another_tree() -> None:
     tree = sd.build_tree_from_parents(torch.tensor([[5, 6, 7, 8]], dtype=torch.int32), parents, lens)
 
     def compare(tokens: list[int], first_child: list[int], next_sibling: list[int]) -> None:
-        links = torch.tensor([first_child]), torch.tensor([next_sibling])
-        visible = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]])
-        sglang.expect_same_trees(torch.tensor([tokens]), torch.tensor([[3, 4, 4, 5]]), visible, lens, *links, tree)
+        built = sglang.BuiltTrees(
+            tokens=torch.tensor([tokens]),
+            positions=torch.tensor([[3, 4, 4, 5]]),
+            mask=torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]]),
+            links=sglang.Links(torch.arange(4)[None], torch.tensor([first_child]), torch.tensor([next_sibling])),
+        )
+        sglang.expect_same_trees(built, tree)
 
     compare([5, 7, 6, 8], [1, -1, 3, -1], [-1, 2, -1, -1])  # siblings in the other order
     for tokens, first_child, next_sibling in (

@@ -62,6 +62,25 @@ def test_passes_of_a_hybrid_can_be_repeated(batch: int, nodes: int) -> None:
     assert target.states.paths.num_nodes.tolist() == [min(nodes, 4)] * batch + [0] * (2 - batch)
 
 
+@pytest.mark.parametrize(("shape", "per_layer"), [("tiny", 4), ("tiny-hybrid", None), ("tiny-latent", None)])
+def test_gemms_alone_are_those_of_layers_of_attention_and_an_mlp(shape: str, per_layer: int | None) -> None:
+    forward = pytest.importorskip("specdec_kernels.bench.engine.forward")
+    config, cpu = shape_config(shape), torch.device("cpu")
+    text = SyntheticText.of(config.vocab_size, draft_vocab_of(config))
+    model = synthetic_causal_lm(config, text, device=cpu, dtype=torch.float32)
+    sizes = {"num_slots": 2, "max_nodes": 4, "accept_width": forward.ACCEPTED}
+    target = CausalLM(
+        model, ModelOptions(max_len=64, num_pages=8, page_size=16, dtype=torch.float32, device=cpu, **sizes)
+    )
+    linears = forward.dense_linears(target)
+    if per_layer is None:
+        assert linears is None
+        return
+    assert len(linears) == per_layer * config.num_hidden_layers
+    with torch.inference_mode():
+        assert forward.Linears(target, linears, 3)().shape == (3, config.vocab_size)
+
+
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [

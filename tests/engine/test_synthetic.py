@@ -254,6 +254,9 @@ def test_rounds_of_draft_weights_in_8_bits_read_half_of_their_bytes(tmp_path: Pa
     assert own < 0.3 * head and all_own == own  # elements of one byte in place of four, and their scales
     drafter, own, whole = (size - target for size in sizes[3:])
     assert whole < 0.3 * drafter < own  # its LM head is the target's
+    assert main([*command, "--algorithm", "none", "--draft-weights", "fp8", "--json", str(record)]) == 0
+    (alone,) = json.loads(record.read_text())["results"]
+    assert alone["params"] == plain["params"] and alone["facts"]["weight_bytes"] == target
 
 
 def test_bench_of_a_block_drafter_shares_it_and_ends_after_the_whole_text() -> None:

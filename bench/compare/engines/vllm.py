@@ -37,7 +37,8 @@ def cache_bytes(job: Job, algorithm: Algorithm, kv_tokens: int) -> int:
         wide = 2 * keys * config["linear_num_key_heads"] + values * config["linear_num_value_heads"]
         state = 4 * keys * values * config["linear_num_value_heads"] + 2 * wide * (config["linear_conv_kernel_dim"] - 1)
         states = max_batch(job) * (1 + algorithm.num_steps) * recurrent * state
-    return kv_tokens * 4 * config["num_key_value_heads"] * config["head_dim"] * layers + states * 5 // 4
+    kv: int = kv_tokens * 4 * config["num_key_value_heads"] * config["head_dim"] * layers
+    return kv + states * 5 // 4
 
 
 class Runner:

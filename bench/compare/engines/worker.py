@@ -34,9 +34,9 @@ def measure(runner: Runner, job: Job, runs: list[list[list[list[int]]]]) -> dict
         start = time.perf_counter()
         generated = [runner.generate(wave, getattr(job, name)) for wave in waves]
         seconds[name].append(time.perf_counter() - start)
-        for wave in generated:
-            tokens += wave.tokens
-            rounds.append(wave.rounds)
+        for result in generated:
+            tokens += result.tokens
+            rounds.append(result.rounds)
     total = None if None in rounds else sum(r for r in rounds if r is not None)
     return {"batch": len(first[0]), "seconds": seconds, "tokens": tokens, "rounds": total}
 

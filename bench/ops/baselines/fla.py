@@ -7,7 +7,7 @@ states as we do; q and k are repeated for all value heads before the clock start
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,9 +18,19 @@ MODULES = {"gated-delta": ("fla.ops.gated_delta_rule", "gated_delta_rule"), "kda
 CHUNKED_ROWS = 64  # from this many rows on, FLA has a kernel that works on chunks
 
 
+class RecurrentRows(NamedTuple):
+    """The rows of a recurrence, [M, ...] each, or [B, N, ...]."""
+
+    q: Tensor  # [M, Hk, dk]
+    k: Tensor  # [M, Hk, dk]
+    v: Tensor  # [M, Hv, dv]
+    g: Tensor  # [M, Hv] or [M, Hv, dk]
+    beta: Tensor  # [M, Hv]
+
+
 def tree_recurrence(
     recurrence: str,
-    rows: Sequence[Tensor],
+    rows: RecurrentRows,
     state: Tensor,
     scale: float,
     check: Callable[[Tensor], None],
@@ -29,7 +39,7 @@ def tree_recurrence(
 
     Args:
         recurrence: as the parameter of the benchmark.
-        rows: q, k [B, N, Hk, dk], v [B, N, Hv, dv], g [B, N, Hv] or [B, N, Hv, dk] and beta [B, N, Hv].
+        rows: [B, N, ...].
         state: [B, Hv, dv, dk], after the pending paths.
         scale: factor of q.
         check: compares outputs [B * N, Hv, dv].

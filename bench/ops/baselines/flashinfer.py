@@ -14,31 +14,33 @@ from torch import Tensor
 from ..harness import Baseline
 from . import module, that_run
 from .paged import PagedTrees
+from .sampling import Sampling
 
 SEED, OFFSET = 0, 0  # fixed: drawing them from torch's generator cannot be captured in a CUDA graph
 
 
-def sample_every_node(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Callable[[], Tensor] | None:
+def sample_every_node(logits: Tensor, sampling: Sampling) -> Callable[[], Tensor] | None:
     """Return a call that samples a token [B, N] from each row of logits [B, N, V], None where flashinfer cannot run."""
     ops = module("flashinfer.sampling", logits.device)
     if ops is None:
         return None
     batch, nodes, vocab = logits.shape
     count, device = batch * nodes, logits.device
-    temperatures = torch.full((count,), temperature, device=device)
-    top_ks = torch.full((count,), top_k, dtype=torch.int32, device=device)
-    top_ps = torch.full((count,), top_p, device=device)
+    temperatures = torch.full((count,), sampling.temperature, device=device)
+    top_ks = torch.full((count,), sampling.top_k, dtype=torch.int32, device=device)
+    top_ps = torch.full((count,), sampling.top_p, device=device)
 
     def sample() -> Tensor:
         rows = logits.view(count, vocab).float()
-        if top_k > 0:
+        if sampling.top_k > 0:
             rows = ops.top_k_mask_logits(rows, top_ks)
         probs = ops.softmax(rows, temperatures)
-        if top_p < 1:
+        if sampling.top_p < 1:
             tokens = ops.top_p_sampling_from_probs(probs, top_ps, seed=SEED, offset=OFFSET)
         else:
             tokens = ops.sampling_from_probs(probs, seed=SEED, offset=OFFSET)
-        return tokens.view(batch, nodes)
+        by_node: Tensor = tokens.view(batch, nodes)
+        return by_node
 
     return sample
 

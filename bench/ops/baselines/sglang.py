@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,34 @@ import specdec_kernels as sd
 from ..check import WrongResult, expect_equal
 from ..harness import Baseline
 from . import module
+from .sampling import Sampling
 
 QLEN_ONLY = 1  # mask layout: [B, N, N] bytes, the smallest for any N
 
-Links = tuple[Tensor, Tensor, Tensor]  # retrieve_index, next_token, next_sibling: int64 [B, N]
+
+class Links(NamedTuple):
+    """The links of trees, int64 [B, N] each."""
+
+    retrieve_index: Tensor
+    next_token: Tensor
+    next_sibling: Tensor
+
+
+class BuiltTrees(NamedTuple):
+    """Trees as SGLang builds them."""
+
+    tokens: Tensor  # [B, N]
+    positions: Tensor  # [B, N]
+    mask: Tensor  # [B, N, N] bool
+    links: Links
+
+
+class AcceptBuffers(NamedTuple):
+    """The outputs of the kernels that verify, int32."""
+
+    predicts: Tensor  # [B * N]
+    accept_index: Tensor  # [B, width]
+    accept_token_num: Tensor  # [B]
 
 
 def kernels(name: str, device: torch.device) -> Any:
@@ -50,18 +74,18 @@ def build_tree(
         selected = torch.sort(torch.topk(candidates.scores, nodes - 1, dim=-1).indices).values
         return selected, torch.gather(tokens, 1, selected)
 
-    def build(selected: Tensor, drafts: Tensor) -> tuple[Tensor, ...]:
+    def build(selected: Tensor, drafts: Tensor) -> BuiltTrees:
         tokens = torch.cat([roots[:, None], drafts], 1)
         mask = torch.full((batch * nodes * nodes,), True, device=device)
-        links = torch.full((3, batch, nodes), -1, dtype=torch.int64, device=device)
+        links = Links(*torch.full((3, batch, nodes), -1, dtype=torch.int64, device=device))
         positions = torch.empty(batch * nodes, dtype=torch.int64, device=device)
         tree.build_tree_kernel_efficient(
             parents, selected, lens, mask, positions, *links, k, num_steps, nodes, QLEN_ONLY
         )  # fmt: skip
-        return tokens, positions.view(batch, nodes), mask.view(batch, nodes, nodes), *links
+        return BuiltTrees(tokens, positions.view(batch, nodes), mask.view(batch, nodes, nodes), links)
 
-    def check(got: tuple[Tensor, ...]) -> None:
-        expect_same_trees(*got, want())
+    def check(got: BuiltTrees) -> None:
+        expect_same_trees(got, want())
 
     selected = select()
     return (
@@ -102,21 +126,19 @@ def verify_greedy(
         return ()
     tokens, links = tree.tokens.long(), links_of(tree)
 
-    def call() -> tuple[Tensor, ...]:
+    def call() -> AcceptBuffers:
         out = accept_buffers(tree, width)
         ops.verify_tree_greedy(*out, tokens, *links, torch.argmax(logits, -1))
         return out
 
-    return (Baseline("sglang", call, lambda out: check(accepted(*out, tree))),)
+    return (Baseline("sglang", call, lambda out: check(accepted(out, tree))),)
 
 
 def verify_sampled(
     logits: Tensor,
     tree: sd.Tree,
     width: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    sampling: Sampling,
     check: Callable[[tuple[Tensor, ...]], None],
 ) -> Sequence[Baseline]:
     """Return the baseline: softmax, top-k and top-p of every node, then the walk with its own coins.
@@ -129,17 +151,17 @@ def verify_sampled(
         return ()
     (batch, nodes, vocab), device = logits.shape, logits.device
     tokens, links = tree.tokens.long(), links_of(tree)
-    temperatures = torch.full((batch, 1), temperature, device=device)
-    top_ks = torch.full((batch,), top_k, dtype=torch.int32, device=device)
-    top_ps = torch.full((batch,), top_p, device=device)
+    temperatures = torch.full((batch, 1), sampling.temperature, device=device)
+    top_ks = torch.full((batch,), sampling.top_k, dtype=torch.int32, device=device)
+    top_ps = torch.full((batch,), sampling.top_p, device=device)
 
-    def call() -> tuple[Tensor, ...]:
+    def call() -> AcceptBuffers:
         out = accept_buffers(tree, width)
         rows = logits.view(batch * nodes, vocab).float() / temperatures.repeat_interleave(nodes, 0)
         probs = torch.softmax(rows, -1)
-        if top_k > 0:
+        if sampling.top_k > 0:
             probs = renorm.top_k_renorm_probs(probs, top_ks.repeat_interleave(nodes, 0))
-        if top_p < 1:
+        if sampling.top_p < 1:
             probs = renorm.top_p_renorm_probs(probs, top_ps.repeat_interleave(nodes, 0))
         probs = probs.view(batch, nodes, vocab)
         coins, last_coin = torch.rand(batch, nodes, device=device), torch.rand(batch, device=device)
@@ -148,51 +170,43 @@ def verify_sampled(
         )
         return out
 
-    return (Baseline("sglang", call, lambda out: check(accepted(*out, tree))),)
+    return (Baseline("sglang", call, lambda out: check(accepted(out, tree))),)
 
 
 def links_of(tree: sd.Tree) -> Links:
     rows = torch.arange(tree.tokens.numel(), device=tree.tokens.device).view(tree.tokens.shape)
-    return rows, tree.first_child.long(), tree.next_sibling.long()
+    return Links(rows, tree.first_child.long(), tree.next_sibling.long())
 
 
-def accept_buffers(tree: sd.Tree, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return predicts, accept_index and accept_token_num, the outputs of the kernels."""
+def accept_buffers(tree: sd.Tree, width: int) -> AcceptBuffers:
+    """Allocate the outputs of a kernel."""
     batch, device = len(tree.tokens), tree.tokens.device
-    return (
-        torch.zeros(tree.tokens.numel(), dtype=torch.int32, device=device),
-        torch.full((batch, width), -1, dtype=torch.int32, device=device),
-        torch.empty(batch, dtype=torch.int32, device=device),
+    return AcceptBuffers(
+        predicts=torch.zeros(tree.tokens.numel(), dtype=torch.int32, device=device),
+        accept_index=torch.full((batch, width), -1, dtype=torch.int32, device=device),
+        accept_token_num=torch.empty(batch, dtype=torch.int32, device=device),
     )
 
 
-def accepted(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, tree: sd.Tree) -> tuple[Tensor, ...]:
+def accepted(out: AcceptBuffers, tree: sd.Tree) -> tuple[Tensor, ...]:
     """Convert SGLang's result to verify_tree's: tokens, lengths (including the bonus token), path."""
     nodes = tree.tokens.shape[1]
-    lengths = accept_token_num + 1
-    columns = torch.arange(accept_index.shape[1], device=predicts.device)
-    rows = accept_index.gather(1, torch.minimum(columns, lengths[:, None] - 1)).long()
-    tokens = predicts[rows].where(columns < lengths[:, None], torch.full_like(rows, -1).int())
+    lengths = out.accept_token_num + 1
+    columns = torch.arange(out.accept_index.shape[1], device=out.predicts.device)
+    rows = out.accept_index.gather(1, torch.minimum(columns, lengths[:, None] - 1)).long()
+    tokens = out.predicts[rows].where(columns < lengths[:, None], torch.full_like(rows, -1).int())
     return tokens, lengths, (rows % nodes).int()
 
 
-def expect_same_trees(
-    tokens: Tensor,
-    positions: Tensor,
-    mask: Tensor,
-    _rows: Tensor,
-    next_token: Tensor,
-    next_sibling: Tensor,
-    want: sd.Tree,
-) -> None:
+def expect_same_trees(got: BuiltTrees, want: sd.Tree) -> None:
     """Compare nodes regardless of order, by their tokens from the root on: by the links, and by the mask."""
     visible = want.dense_mask()
-    for b in range(len(tokens)):
-        theirs, ours = tokens[b].tolist(), want.tokens[b].tolist()
+    for b in range(len(got.tokens)):
+        theirs, ours = got.tokens[b].tolist(), want.tokens[b].tolist()
         same = (
-            paths_by_links(theirs, next_token[b].tolist(), next_sibling[b].tolist())
+            paths_by_links(theirs, got.links.next_token[b].tolist(), got.links.next_sibling[b].tolist())
             == paths_by_links(ours, want.first_child[b].tolist(), want.next_sibling[b].tolist())
-            and paths_by_mask(theirs, positions[b].tolist(), mask[b].tolist())
+            and paths_by_mask(theirs, got.positions[b].tolist(), got.mask[b].tolist())
             == paths_by_mask(ours, want.positions[b].tolist(), visible[b].tolist())
         )  # fmt: skip
         if not same:
@@ -200,7 +214,8 @@ def expect_same_trees(
 
 
 def paths_by_links(tokens: list[int], first_child: list[int], next_sibling: list[int]) -> Counter[tuple[int, ...]]:
-    paths, open_nodes = [], [(0, (tokens[0],))]
+    paths: list[tuple[int, ...]] = []
+    open_nodes: list[tuple[int, tuple[int, ...]]] = [(0, (tokens[0],))]
     while open_nodes and len(paths) <= len(tokens):
         node, path = open_nodes.pop()
         paths.append(path)

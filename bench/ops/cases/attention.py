@@ -107,8 +107,7 @@ def tree_attention(device: torch.device, p: Params) -> Work:
     batch, nodes = x.q.shape[:2]
     out = poisoned(*x.q.shape, dtype=x.q.dtype, device=device)
     workspace = workspace_of(device, sd.tree_attention_workspace(x.q, x.k_pool, x.page_table))
-    scales = {"k_scale": FP8_SCALE, "v_scale": FP8_SCALE} if p["kv"] == "fp8" else {}
-    pools = x.k_pool, x.v_pool, x.page_table, x.prefix_lens
+    scale = FP8_SCALE if p["kv"] == "fp8" else 1.0
     mask = x.mask if p["mode"] == "tree" else None  # a causal chain needs none
 
     def check(got: Tensor = out) -> None:
@@ -122,7 +121,18 @@ def tree_attention(device: torch.device, p: Params) -> Work:
         baseline = plain_torch(x, check)
     kv_rows = int(x.seq_lens.sum())
     return Work(
-        call=lambda: sd.tree_attention(x.q, *pools, mask=mask, out=out, workspace=workspace, **scales),
+        call=lambda: sd.tree_attention(
+            x.q,
+            x.k_pool,
+            x.v_pool,
+            x.page_table,
+            x.prefix_lens,
+            mask=mask,
+            k_scale=scale,
+            v_scale=scale,
+            out=out,
+            workspace=workspace,
+        ),
         check=check,
         facts={"plan": sd.tree_attention_plan(x.q, x.k_pool, x.page_table)},
         bytes_moved=2 * kv_rows * KV_HEADS * HEAD_DIM * x.k_pool.element_size()

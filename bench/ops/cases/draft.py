@@ -46,26 +46,24 @@ def sample_draft(device: torch.device, p: Params) -> Work:
     """Sample drafts: one row per request, every third of them greedy."""
     batch, vocab, k = p["batch"], p["vocab"], p["k"]
     logits = (2 * torch.randn(batch, vocab, device=device)).to(getattr(torch, p["dtype"]))
-    state = {
-        "seeds": torch.randint(0, 2**62, (batch,), device=device),
-        "positions": torch.randint(0, 4096, (batch,), dtype=torch.int32, device=device),
-        "temperature": (0.3 * (torch.arange(1, batch + 1) % 3)).to(device),
-    }
+    seeds = torch.randint(0, 2**62, (batch,), device=device)
+    positions = torch.randint(0, 4096, (batch,), dtype=torch.int32, device=device)
+    temperature = (0.3 * (torch.arange(1, batch + 1) % 3)).to(device)
     out = sd.TopK(
         poisoned(batch, k, dtype=torch.int32, device=device), poisoned(batch, k, dtype=torch.float32, device=device)
     )
 
     def check() -> None:
         want_ids, want_logprobs = reference.sample_draft(
-            logits.cpu(), k, **{name: tensor.cpu() for name, tensor in state.items()}
+            logits.cpu(), k, seeds.cpu(), positions.cpu(), temperature.cpu()
         )
         expect_equal("ids", out.ids, want_ids)
         expect_close("logprobs", out.logprobs, want_logprobs, atol=1e-4)
 
     return Work(
-        call=lambda: sd.sample_draft(logits, k, **state, out=out),
+        call=lambda: sd.sample_draft(logits, k, seeds=seeds, positions=positions, temperature=temperature, out=out),
         check=check,
-        bytes_moved=bytes_of(logits, *state.values(), *out),
+        bytes_moved=bytes_of(logits, seeds, positions, temperature, *out),
         just_written=[logits],
     )
 
@@ -247,13 +245,13 @@ def update_calibration(device: torch.device, p: Params) -> Work:
     reference.update_calibration(want, tree, scores, accepted)
     calibration = sd.make_calibration(depths, scores.to(device))
     calibration.table.fill_(torch.nan)
-    there = sd.Tree(*(field.to(device) for field in tree)), scores.to(device)
+    drafted, drafted_scores = sd.Tree(*(field.to(device) for field in tree)), scores.to(device)
     kept = sd.Accepted(*(field.to(device) for field in accepted))
 
     def call() -> None:
         calibration.counts.zero_()
         calibration.table.copy_(identity)
-        sd.update_calibration(calibration, *there, kept)
+        sd.update_calibration(calibration, drafted, drafted_scores, kept)
 
     identity = torch.tensor([[1.0, 0.0]] * depths, device=device)
 
@@ -261,7 +259,7 @@ def update_calibration(device: torch.device, p: Params) -> Work:
         expect_equal("nodes counted", calibration.counts[..., 0].sum(1), want.counts[..., 0].sum(1))
         expect_equal("hits", calibration.counts[..., 1].sum(1), want.counts[..., 1].sum(1))
 
-    read = there[0].tokens, there[0].parents, there[0].positions, there[1], kept.tokens, kept.num_valid
+    read = drafted.tokens, drafted.parents, drafted.positions, drafted_scores, kept.tokens, kept.num_valid
     return Work(call=call, check=check, bytes_moved=bytes_of(*read, *calibration, *calibration))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,16 +40,17 @@ def experts(device: torch.device, p: Params) -> Work:
     captures |= {"grouped"} if part.has_torch_grouped_mm(x) else set()
     item = 1 if stored else x.element_size()
 
+    def check_output(got: Tensor = out) -> None:
+        expect_near("out", got, want, ERROR)
+
     return Work(
         call=lambda: out.copy_(part(x, routing)),
-        check=lambda: expect_near("out", out, want, ERROR),
+        check=check_output,
         bytes_moved=touched * 3 * width * inner * item + bytes_of(x, out, *routing),
         flops=2 * 3 * rows * top_k * width * inner,
         just_written=[x],
         packages=[
-            Baseline(
-                name, lambda backend=backend: backend(x, routing), lambda got: expect_near("out", got, want, ERROR)
-            )  # type: ignore[misc]
+            Baseline(name, partial(backend, x, routing), check_output)
             for name, backend in implementations.items()
             if name in captures
         ],

@@ -17,6 +17,7 @@ PAGE_SIZE = 16
 MAX_LEN = 4096
 RESERVE = 33  # a round of 32 draft tokens
 KV_HEADS, HEAD_DIM = 8, 128
+POOL_TENSORS = sd.PagePool._fields[:-1]  # its last field is the page size
 LAYER_ROWS = 64  # of a request's prefix, if only the rows after it matter
 
 
@@ -35,24 +36,28 @@ def any_order(batch: int, device: torch.device) -> Tensor:
     return torch.randperm(batch, device=device).int()
 
 
+def copied(pool: sd.PagePool, device: torch.device | None = None) -> sd.PagePool:
+    """Return a copy of a pool, on its own device if `device` is None."""
+    return pool._replace(**{name: getattr(pool, name).to(device, copy=True) for name in POOL_TENSORS})
+
+
 def page_op(
     call: Callable[[], object], plain: Callable[[sd.PagePool], object], pool: sd.PagePool, bytes_moved: int
 ) -> Work:
     """Return a case of an op on a pool that is restored before every call."""
-    *tensors, page_size = pool
-    before = [tensor.clone() for tensor in tensors]
+    before = copied(pool)
 
     def check() -> None:
-        want = sd.PagePool(*(tensor.cpu().clone() for tensor in before), page_size)
+        want = copied(before, torch.device("cpu"))
         plain(want)
-        for name, got, expected in zip(sd.PagePool._fields, tensors, want, strict=False):
+        for name in POOL_TENSORS:
             # Entries above the stack's height are undefined.
             height = int(want.num_free) if name == "free_stack" else None
-            expect_equal(name, got[:height], expected[:height])
+            expect_equal(name, getattr(pool, name)[:height], getattr(want, name)[:height])
 
     def restore() -> None:
-        for tensor, old in zip(tensors, before, strict=True):
-            tensor.copy_(old)
+        for name in POOL_TENSORS:
+            getattr(pool, name).copy_(getattr(before, name))
 
     return Work(call, check, bytes_moved, restore=restore)
 
@@ -151,17 +156,17 @@ def write_kv(device: torch.device, p: Params) -> Work:
     lens, table, place = slots_of_rows(batch, rows, device)
     k, v = (torch.randn(batch, rows, KV_HEADS, HEAD_DIM, device=device).to(dtype) for _ in "kv")
     shape = (table.numel(), PAGE_SIZE, KV_HEADS, HEAD_DIM)
-    pools = [torch.randn(shape, device=device).to(dtype) for _ in "kv"]
-    before = [pool.clone() for pool in pools]
+    k_pool, v_pool = (torch.randn(shape, device=device).to(dtype) for _ in "kv")
+    k_before, v_before = k_pool.clone(), v_pool.clone()
 
     def check() -> None:
-        for name, pool, old, new in zip(("k_pool", "v_pool"), pools, before, (k, v), strict=True):
+        for name, pool, old, new in (("k_pool", k_pool, k_before, k), ("v_pool", v_pool, v_before, v)):
             want = old.clone()
             want.view(-1, KV_HEADS, HEAD_DIM)[place] = new
             expect_same(name, pool, want)
 
     return Work(
-        call=lambda: sd.write_kv(k, v, *pools, table, lens),
+        call=lambda: sd.write_kv(k, v, k_pool, v_pool, table, lens),
         check=check,
         bytes_moved=2 * bytes_of(k, v) + bytes_of(lens),
     )
@@ -189,25 +194,25 @@ def move_kv(device: torch.device, p: Params) -> Work:
     # If nothing moves, layers share their memory: 64 input sets that are never touched would fill it.
     stored = layers if p["moves"] == "tree" else 1
     shape = (stored, table.numel(), PAGE_SIZE, KV_HEADS, HEAD_DIM)
-    pools = [torch.randn(shape, device=device).to(dtype).expand(layers, -1, -1, -1, -1) for _ in "kv"]
+    k_pools, v_pools = (torch.randn(shape, device=device).to(dtype).expand(layers, -1, -1, -1, -1) for _ in "kv")
 
     def tree_rows(pool: Tensor) -> Tensor:
         return pool[:stored].view(stored, -1, KV_HEADS, HEAD_DIM)[:, place]
 
-    before = [tree_rows(pool) for pool in pools]
+    k_before, v_before = tree_rows(k_pools), tree_rows(v_pools)
 
     def check() -> None:
-        for name, pool, old in zip(("k_pools", "v_pools"), pools, before, strict=True):
+        for name, pool, old in (("k_pools", k_pools, k_before), ("v_pools", v_pools, v_before)):
             want = old.clone()
             for b in range(batch):
                 want[:, b, 1:4] = old[:, b, path[b, 1:4]]
             expect_same(name, tree_rows(pool), want)
 
     short_path = path.int()
-    row_bytes = KV_HEADS * HEAD_DIM * pools[0].element_size()
+    row_bytes = KV_HEADS * HEAD_DIM * k_pools.element_size()
     moved = 3 if p["moves"] == "tree" else 0
     return Work(
-        call=lambda: sd.move_kv(*pools, table, short_path, num_valid, lens),
+        call=lambda: sd.move_kv(k_pools, v_pools, table, short_path, num_valid, lens),
         check=check,
         bytes_moved=2 * 2 * layers * batch * moved * row_bytes + bytes_of(short_path, num_valid, lens),
     )
@@ -220,17 +225,17 @@ def copy_kv(device: torch.device, p: Params) -> Work:
     lens, num_rows = (torch.full((n,), rows, dtype=torch.int32, device=device) for n in (2 * batch, batch))
     sources, targets = any_order(2 * batch, device).view(2, batch)
     shape = (layers, 2 * batch, PAGE_SIZE, KV_HEADS, HEAD_DIM)
-    pools = [torch.randn(shape, device=device).to(dtype) for _ in "kv"]
-    before = [pool.clone() for pool in pools]
+    k_pools, v_pools = (torch.randn(shape, device=device).to(dtype) for _ in "kv")
+    k_before, v_before = k_pools.clone(), v_pools.clone()
 
     def check() -> None:
-        for name, pool, want in zip(("k_pools", "v_pools"), pools, before, strict=True):
+        for name, pool, want in (("k_pools", k_pools, k_before), ("v_pools", v_pools, v_before)):
             want[:, table[targets.long(), 0].long(), :rows] = want[:, table[sources.long(), 0].long(), :rows]
             expect_same(name, pool, want)
 
-    row_bytes = KV_HEADS * HEAD_DIM * pools[0].element_size()
+    row_bytes = KV_HEADS * HEAD_DIM * k_pools.element_size()
     return Work(
-        call=lambda: sd.copy_kv(*pools, table, sources, targets, lens, num_rows),
+        call=lambda: sd.copy_kv(k_pools, v_pools, table, sources, targets, lens, num_rows),
         check=check,
         bytes_moved=2 * 2 * layers * batch * rows * row_bytes + bytes_of(table, sources, targets, lens, num_rows),
     )

@@ -176,7 +176,9 @@ def moe_route(device: torch.device, p: Params) -> Work:
 
     def plain() -> Tensor:
         weights, experts = scores.softmax(-1, dtype=torch.float32).topk(top_k)
-        return routing_of(experts, weights / weights.sum(-1, keepdim=True), scores.shape[1]).topk_weights
+        routing = routing_of(experts, weights / weights.sum(-1, keepdim=True), scores.shape[1])
+        topk_weights: Tensor = routing.topk_weights
+        return topk_weights
 
     return Work(
         call=lambda: sd.moe_route(scores, top_k, renormalize=True, out=out),
@@ -209,24 +211,26 @@ def rope_qkv_write_kv(device: torch.device, p: Params) -> Work:
     batch, rows = p["batch"], p["rows"]
     lens, table, place = slots_of_rows(batch, rows, device)
     qkv = random(p, device, batch, rows, Q_HEADS + 2 * KV_HEADS, HEAD_DIM)
-    norms = {name: random(p, device, HEAD_DIM) for name in ("q_norm", "k_norm")}
+    q_norm, k_norm = (random(p, device, HEAD_DIM) for _ in "qk")
     angles = torch.rand(64, HEAD_DIM // 2, device=device)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
     positions = torch.randint(64, (batch, rows), dtype=torch.int32, device=device)
     shape = (table.numel(), PAGE_SIZE, KV_HEADS, HEAD_DIM)
-    pools = [torch.zeros(shape, dtype=qkv.dtype, device=device) for _ in "kv"]
+    k_pool, v_pool = (torch.zeros(shape, dtype=qkv.dtype, device=device) for _ in "kv")
     out = poisoned(batch, rows, Q_HEADS, HEAD_DIM, dtype=qkv.dtype, device=device)
 
     def check() -> None:
         q, k, v = qkv.split([Q_HEADS, KV_HEADS, KV_HEADS], dim=2)
-        for name, got, heads in (("q", out, q), ("k_pool", pools[0].flatten(0, 1)[place], k)):
-            weight = norms["q_norm" if name == "q" else "k_norm"]
-            want = reference.rotate(reference.norm(heads, weight, EPS), cos_sin, positions)
+        keys = k_pool.flatten(0, 1)[place]
+        for name, got, heads, norm in (("q", out, q, q_norm), ("k_pool", keys, k, k_norm)):
+            want = reference.rotate(reference.norm(heads, norm, EPS), cos_sin, positions)
             expect_near(name, got, want, ERROR)
-        expect_near("v_pool", pools[1].flatten(0, 1)[place], v, 0)
+        expect_near("v_pool", v_pool.flatten(0, 1)[place], v, 0)
 
     return Work(
-        call=lambda: sd.rope_qkv_write_kv(qkv, cos_sin, positions, *pools, table, lens, **norms, out=out),
+        call=lambda: sd.rope_qkv_write_kv(
+            qkv, cos_sin, positions, k_pool, v_pool, table, lens, q_norm=q_norm, k_norm=k_norm, out=out
+        ),
         check=check,
         bytes_moved=2 * bytes_of(qkv) + bytes_of(positions, lens),
         just_written=[qkv],

@@ -54,9 +54,8 @@ def mla_tree_attention(device: torch.device, p: Params) -> Work:
     )
     out = poisoned(batch, nodes, heads, LATENT, dtype=dtype, device=device)
     workspace = workspace_of(device, sd.mla_tree_attention_workspace(x.q, pool, page_table, max_kv_len=prefix + nodes))
-    options = {"scale": SCALE, "max_kv_len": prefix + nodes, "mask": x.mask if p["mode"] == "tree" else None}
-    if p["rows"] == "fp8":
-        options["kv_scale"] = FP8_SCALE
+    mask = x.mask if p["mode"] == "tree" else None
+    kv_scale = FP8_SCALE if p["rows"] == "fp8" else 1.0
     error = ERRORS[p["dtype"]]
 
     def check(got: Tensor = out) -> None:
@@ -70,7 +69,16 @@ def mla_tree_attention(device: torch.device, p: Params) -> Work:
     padded_rows = -(-nodes * heads // TILE_ROWS) * TILE_ROWS
     return Work(
         call=lambda: sd.mla_tree_attention(
-            x.q, pool, page_table, x.prefix_lens, out=out, workspace=workspace, **options
+            x.q,
+            pool,
+            page_table,
+            x.prefix_lens,
+            mask=mask,
+            scale=SCALE,
+            kv_scale=kv_scale,
+            max_kv_len=prefix + nodes,
+            out=out,
+            workspace=workspace,
         ),
         check=check,
         facts={"plan": sd.mla_tree_attention_plan(x.q, pool, page_table, max_kv_len=prefix + nodes)},
@@ -94,9 +102,11 @@ def write_latent(device: torch.device, p: Params) -> Work:
     turn = torch.rand(100, ROPE, device=device)
     positions = torch.randint(100, (batch, nodes), dtype=torch.int32, device=device)
     q_out, want_q = (poisoned(batch, nodes, width, dtype=dtype, device=device) for _ in range(2))
-    options = {"cos_sin": turn, "positions": positions, "interleaved": True, "q": q, "q_norm": q_norm}
     want = pool.clone()
-    reference.write_latent(x, norm, want, table, lens, q_out=want_q, **options)
+    reference.write_latent(
+        x, norm, want, table, lens,
+        cos_sin=turn, positions=positions, interleaved=True, q=q, q_norm=q_norm, q_out=want_q,
+    )  # fmt: skip
 
     def check() -> None:
         expect_near("kv_pool", pool, want, ERRORS[p["dtype"]])
@@ -104,7 +114,19 @@ def write_latent(device: torch.device, p: Params) -> Work:
 
     rows = 2 * batch * nodes * (LATENT + ROPE) * pool.element_size()
     return Work(
-        call=lambda: sd.write_latent(x, norm, pool, table, lens, q_out=q_out, **options),
+        call=lambda: sd.write_latent(
+            x,
+            norm,
+            pool,
+            table,
+            lens,
+            cos_sin=turn,
+            positions=positions,
+            interleaved=True,
+            q=q,
+            q_norm=q_norm,
+            q_out=q_out,
+        ),
         check=check,
         bytes_moved=2 * bytes_of(q) + rows + bytes_of(norm, q_norm),
         just_written=[projected],

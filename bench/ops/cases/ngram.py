@@ -16,6 +16,7 @@ from specdec_kernels.reference import ngram as reference
 
 from ..check import bytes_of, expect_close, expect_equal, poisoned
 from ..harness import Case, Params, Work
+from .trees import poisoned_tree
 
 DOCUMENT, STREAM, CHUNK = 40_000, 300, 1 << 16
 ROUND = 4  # accepted tokens of a round
@@ -50,13 +51,9 @@ def emptied_cache(device: torch.device) -> Callable[[], object] | None:
 
 
 def outputs(batch: int, nodes: int, device: torch.device) -> sd.NgramDraft:
-    tree = sd.Tree(
-        *(poisoned(batch, nodes, dtype=torch.int32, device=device) for _ in sd.Tree._fields[:5]),
-        mask=poisoned(batch, nodes, -(-nodes // 64), dtype=torch.int64, device=device),
-        num_nodes=poisoned(batch, dtype=torch.int32, device=device),
-    )
     scores = poisoned(batch, nodes, dtype=torch.float32, device=device)
-    return sd.NgramDraft(tree, scores, poisoned(batch, dtype=torch.int32, device=device))
+    match_len = poisoned(batch, dtype=torch.int32, device=device)
+    return sd.NgramDraft(poisoned_tree(batch, nodes, device), scores, match_len)
 
 
 def expect_drafts(plain: reference.NgramIndex, out: sd.NgramDraft, mode: str) -> None:
@@ -105,23 +102,23 @@ def ngram_extend(device: torch.device, p: Params) -> Work:
     index = filled_index(p["held"], batch, device)
     plain = reference.NgramIndex()
     text = repetitive_text(DOCUMENT + batch * width)
-    for each, document in ((index, text.to(device)), (plain, text.tolist())):
-        each.insert(document)
+    index.insert(text.to(device))
+    plain.insert(text.tolist())
     lengths = torch.randint(1, min(width, 7) + 1, (batch,), dtype=torch.int32)
     rows = text[: batch * width].reshape(batch, width)
-    on = rows.to(device), lengths.to(device)
+    tokens, num_valid = rows.to(device), lengths.to(device)
 
     def check() -> None:
         for slot, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             plain.insert(row[:length], slot)
         out = outputs(batch, 16, device)
-        index.draft(None, torch.zeros_like(on[1]), 16, out=out)
+        index.draft(None, torch.zeros_like(num_valid), 16, out=out)
         expect_drafts(plain, out, "tree")
 
     return Work(
-        call=lambda: index.extend(*on, None),
+        call=lambda: index.extend(tokens, num_valid, None),
         check=check,
-        bytes_moved=bytes_of(*on) + int(lengths.sum()) * 4 * 2 * 64,
+        bytes_moved=bytes_of(tokens, num_valid) + int(lengths.sum()) * 4 * 2 * 64,
         restore=emptied_cache(device),
     )
 

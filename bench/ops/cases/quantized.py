@@ -46,7 +46,8 @@ def stored_linear(device: torch.device, p: Params) -> Work:
 
 def dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     assert isinstance(weight, Fp8Weight | Int4Weight)
-    return sd.dequantize(weight.qweight, weight.scales.t(), dtype=str(dtype).removeprefix("torch."))
+    dense: Tensor = sd.dequantize(weight.qweight, weight.scales.t(), dtype=str(dtype).removeprefix("torch."))
+    return dense
 
 
 def kernels_of(x: Tensor, weight: QuantizedWeight) -> Iterator[tuple[str, Callable[[], Tensor]]]:

@@ -12,6 +12,7 @@ import specdec_kernels as sd
 from specdec_kernels.reference import recurrent as reference
 
 from ..baselines import fla
+from ..baselines.fla import RecurrentRows
 from ..check import bytes_of, expect_equal, expect_near, poisoned
 from ..harness import Baseline, Case, Params, Work
 from .trees import mask_words, random_parents, visible_nodes
@@ -47,16 +48,11 @@ class Requests(NamedTuple):
     cu_seqlens: Tensor
     mask: Tensor | None
 
-    def first(self, count: int) -> dict[str, Any]:
-        """Return the arguments of the first `count` requests, on the CPU."""
+    def first(self, count: int) -> Requests:
+        """Return the first `count` requests, on the CPU; slots stay."""
         ends = self.cu_seqlens[: count + 1].cpu()
         mask = None if self.mask is None else self.mask[: int(ends[-1])].cpu()
-        return {
-            "paths": sd.PendingPaths(*(x.cpu() for x in self.paths)),
-            "prefix_lens": self.prefix_lens.cpu(),
-            "cu_seqlens": ends,
-            "mask": mask,
-        }
+        return Requests(sd.PendingPaths(*(x.cpu() for x in self.paths)), self.prefix_lens.cpu(), ends, mask)
 
 
 def make_requests(device: torch.device, p: Params) -> Requests:
@@ -97,17 +93,18 @@ def record_bytes(records: sd.RecurrentRecords, nodes: int) -> int:
 def tree_recurrence(device: torch.device, p: Params) -> Work:
     shape, state, records = make_layer(device, p)
     requests, dtype = make_requests(device, p), getattr(torch, p["dtype"])
-    rows = p["batch"] * p["nodes"]
+    num_rows = p["batch"] * p["nodes"]
     q, k = (
-        (torch.randn(rows, shape.key_heads, shape.key_dim, device=device) / shape.key_dim**0.5).to(dtype) for _ in "qk"
+        (torch.randn(num_rows, shape.key_heads, shape.key_dim, device=device) / shape.key_dim**0.5).to(dtype)
+        for _ in "qk"
     )
-    v = torch.randn(rows, shape.value_heads, shape.value_dim, device=device).to(dtype)
-    g = -torch.rand(rows, *records.g.shape[3:], device=device)
-    beta = torch.rand(rows, shape.value_heads, device=device)
+    v = torch.randn(num_rows, shape.value_heads, shape.value_dim, device=device).to(dtype)
+    g = -torch.rand(num_rows, *records.g.shape[3:], device=device)
+    beta = torch.rand(num_rows, shape.value_heads, device=device)
     out = poisoned(*v.shape, dtype=dtype, device=device)
-    options: dict[str, Any] = {"scale": shape.key_dim**-0.5, "delta_rule": p["recurrence"] != "mamba2"}
-    if options["delta_rule"]:
-        options["l2norm_eps"] = 1e-6
+    rows = RecurrentRows(q, k, v, g, beta)
+    scale, delta_rule = shape.key_dim**-0.5, p["recurrence"] != "mamba2"
+    l2norm_eps = 1e-6 if delta_rule else None
     checked = min(p["batch"], CHECKED_REQUESTS)
     before, records_before = (
         state[:checked].cpu().clone(),
@@ -116,10 +113,14 @@ def tree_recurrence(device: torch.device, p: Params) -> Work:
 
     def check_out(got: Tensor, with_state: bool = False) -> None:
         want_state, own = before.double(), requests.first(checked)
-        count = int(own["cu_seqlens"][-1])
-        parts = [x[:count].cpu() for x in (q, k, v, g, beta)]
+        count = int(own.cu_seqlens[-1])
+        host = RecurrentRows(*(x[:count].cpu() for x in rows))
         want_records = sd.RecurrentRecords(*(x.double() for x in records_before))
-        want = reference.tree_recurrence(*parts, want_state, want_records, **own, **options)
+        want = reference.tree_recurrence(
+            host.q, host.k, host.v, host.g, host.beta, want_state, want_records,
+            own.paths, own.prefix_lens, own.cu_seqlens,
+            mask=own.mask, scale=scale, l2norm_eps=l2norm_eps, delta_rule=delta_rule,
+        )  # fmt: skip
         expect_near("out", got[:count], want, ERRORS[p["dtype"]])
         if not with_state:
             return
@@ -127,21 +128,26 @@ def tree_recurrence(device: torch.device, p: Params) -> Work:
         if requests.mask is not None:
             expect_near("records.u", records.u[1, :checked], want_records.u[1], 1e-5)
 
-    moved = 2 * state.nbytes + bytes_of(q, k, v, g, beta, out)
+    moved = 2 * state.nbytes + bytes_of(*rows, out)
     if requests.mask is not None:
         accepted = min(ACCEPTED, p["nodes"])
         moved += requests.mask.nbytes + record_bytes(records, accepted) + record_bytes(records, p["nodes"])
     paths, lens, ends, mask = requests
+
+    def call() -> object:
+        return sd.tree_recurrence(
+            q, k, v, g, beta, state, records, paths, lens, ends,
+            mask=mask, scale=scale, l2norm_eps=l2norm_eps, delta_rule=delta_rule, out=out,
+        )  # fmt: skip
+
     packages: Sequence[Baseline] = ()
-    if options["delta_rule"] and (mask is None or p["nodes"] == 1):
+    if delta_rule and (mask is None or p["nodes"] == 1):
         committed = state.clone()
         sd.commit_recurrence(committed, records, paths)
-        rows_of_requests = [x.unflatten(0, (p["batch"], p["nodes"])) for x in (q, k, v, g, beta)]
-        packages = fla.tree_recurrence(p["recurrence"], rows_of_requests, committed, options["scale"], check_out)
+        by_request = RecurrentRows(*(x.unflatten(0, (p["batch"], p["nodes"])) for x in rows))
+        packages = fla.tree_recurrence(p["recurrence"], by_request, committed, scale, check_out)
     return Work(
-        call=lambda: sd.tree_recurrence(
-            q, k, v, g, beta, state, records, paths, lens, ends, mask=mask, out=out, **options
-        ),
+        call=call,
         check=lambda: check_out(out, with_state=True),
         bytes_moved=moved,
         packages=packages,
@@ -184,10 +190,11 @@ def tree_conv1d(device: torch.device, p: Params) -> Work:
         for to, value in zip((want_window, want_records), before, strict=True):
             to.copy_(value)
         own = requests.first(checked)
-        count = int(own["cu_seqlens"][-1])
+        count = int(own.cu_seqlens[-1])
         want = reference.tree_conv1d(
-            x[:count].cpu(), weight.cpu(), None, want_window, want_records, **own, activation="silu"
-        )
+            x[:count].cpu(), weight.cpu(), None, want_window, want_records,
+            own.paths, own.prefix_lens, own.cu_seqlens, mask=own.mask, activation="silu",
+        )  # fmt: skip
         expect_near("out", out[:count], want, ERRORS[p["dtype"]])
         expect_equal("window", window[:checked], want_window)
         expect_equal("records", records[:, :checked], want_records)
@@ -225,17 +232,19 @@ def compute_gates(device: torch.device, p: Params) -> Work:
     logits = None if p["recurrence"] == "mamba2" else b
     decay = -torch.rand(shape.value_heads, device=device)
     dt_bias = torch.randn(*sizes, device=device).to(dtype)
-    out = tuple(poisoned(*x.shape, dtype=torch.float32, device=device) for x in (a, b))
-    want = reference.compute_gates(*(None if x is None else x.cpu() for x in (a, logits, decay, dt_bias)))
+    g, beta = (poisoned(*x.shape, dtype=torch.float32, device=device) for x in (a, b))
+    want_g, want_beta = reference.compute_gates(
+        a.cpu(), None if logits is None else logits.cpu(), decay.cpu(), dt_bias.cpu()
+    )
 
     def check() -> None:
-        for name, got, expected in zip(("g", "beta"), out, want, strict=True):
-            expect_near(name, got, expected, ERRORS["float32"])
+        expect_near("g", g, want_g, ERRORS["float32"])
+        expect_near("beta", beta, want_beta, ERRORS["float32"])
 
     return Work(
-        call=lambda: sd.compute_gates(a, logits, decay, dt_bias, out=out),
+        call=lambda: sd.compute_gates(a, logits, decay, dt_bias, out=(g, beta)),
         check=check,
-        bytes_moved=bytes_of(a, decay, dt_bias, *out) + (0 if logits is None else logits.nbytes),
+        bytes_moved=bytes_of(a, decay, dt_bias, g, beta) + (0 if logits is None else logits.nbytes),
     )
 
 
@@ -259,7 +268,7 @@ def set_pending_paths(device: torch.device, p: Params) -> Work:
 
 
 BATCHES = (1, 8, 32, 64)
-GRID = {
+GRID: dict[str, Sequence[Any]] = {
     "recurrence": ("gated-delta", "mamba2", "kda"),
     "mode": ("tree", "chain"),
     "batch": BATCHES,
@@ -268,7 +277,7 @@ GRID = {
 }
 BASE = {"recurrence": "gated-delta", "mode": "tree", "batch": 1, "nodes": 16, "dtype": "bfloat16"}
 CPU_GRID = GRID | {"batch": (1, 4), "nodes": (1, 16), "dtype": ("float32", "bfloat16")}
-TREES = {"mode": ("tree",)}
+TREES: dict[str, Sequence[Any]] = {"mode": ("tree",)}
 CASES = [
     Case("set_pending_paths", grid={"batch": BATCHES, "nodes": (8,)}, make=set_pending_paths),
     Case(

@@ -13,7 +13,7 @@ from specdec_kernels.reference import tree as reference
 from ..baselines import sglang
 from ..check import bytes_of, expect_equal, poisoned
 from ..harness import Case, Params, Work
-from .trees import random_parents, random_tree
+from .trees import poisoned_tree, random_parents, random_tree
 
 NUM_STEPS = 5
 
@@ -32,14 +32,6 @@ def drafted_candidates(batch: int, k: int, device: torch.device) -> tuple[sd.Can
     return candidates, seq_lens
 
 
-def poisoned_tree(batch: int, nodes: int, device: torch.device) -> sd.Tree:
-    return sd.Tree(
-        *(poisoned(batch, nodes, dtype=torch.int32, device=device) for _ in sd.Tree._fields[:5]),
-        mask=poisoned(batch, nodes, -(-nodes // 64), dtype=torch.int64, device=device),
-        num_nodes=poisoned(batch, dtype=torch.int32, device=device),
-    )
-
-
 def expect_tree(out: sd.Tree, want: sd.Tree) -> None:
     for name, got, expected in zip(sd.Tree._fields, out, want, strict=True):
         expect_equal(name, got, expected)
@@ -49,17 +41,16 @@ def build_tree(device: torch.device, p: Params) -> Work:
     batch, nodes = p["batch"], p["nodes"]
     candidates, seq_lens = drafted_candidates(batch, p["k"], device)
     root_tokens = torch.randint(0, 32000, (batch,), dtype=torch.int32, device=device)
-    inputs = (root_tokens, seq_lens)
     out = poisoned_tree(batch, nodes, device)
 
     def want() -> sd.Tree:
         proposed = sd.Candidates(*(tensor.cpu() for tensor in candidates))
-        return reference.build_tree(proposed, *(tensor.cpu() for tensor in inputs), nodes)
+        return reference.build_tree(proposed, root_tokens.cpu(), seq_lens.cpu(), nodes)
 
     return Work(
-        call=lambda: sd.build_tree(candidates, *inputs, nodes, out=out),
+        call=lambda: sd.build_tree(candidates, root_tokens, seq_lens, nodes, out=out),
         check=lambda: expect_tree(out, want()),
-        bytes_moved=bytes_of(*candidates, *inputs, *out),
+        bytes_moved=bytes_of(*candidates, root_tokens, seq_lens, *out),
         packages=sglang.build_tree(candidates, root_tokens, seq_lens, nodes, NUM_STEPS, want),
     )
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 import specdec_kernels as sd
 
+from ..check import poisoned
+
 
 def random_parents(batch: int, nodes: int) -> list[list[int]]:
     """Return random parents: node 0 is the root, and every other node is the child of an earlier one."""
@@ -54,3 +56,19 @@ def random_tree(batch: int, nodes: int, vocab: int, device: torch.device) -> sd.
         num_nodes=torch.full((batch,), nodes, dtype=torch.int32),
     )
     return sd.Tree(*(field.to(device) for field in tree))
+
+
+def poisoned_tree(batch: int, nodes: int, device: torch.device) -> sd.Tree:
+    """Return the output of an op that writes trees, filled with garbage."""
+    tokens, parents, positions, first_child, next_sibling = (
+        poisoned(batch, nodes, dtype=torch.int32, device=device) for _ in range(5)
+    )
+    return sd.Tree(
+        tokens=tokens,
+        parents=parents,
+        positions=positions,
+        first_child=first_child,
+        next_sibling=next_sibling,
+        mask=poisoned(batch, nodes, -(-nodes // 64), dtype=torch.int64, device=device),
+        num_nodes=poisoned(batch, dtype=torch.int32, device=device),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -11,6 +12,7 @@ import specdec_kernels as sd
 from specdec_kernels.reference import verify as reference
 
 from ..baselines import flashinfer, sglang
+from ..baselines.sampling import Sampling
 from ..check import bytes_of, expect_close, expect_equal, poisoned
 from ..harness import Baseline, Case, Params, Work
 from .trees import random_tree
@@ -18,12 +20,12 @@ from .trees import random_tree
 WIDTH = 6  # accept row: five draft steps and the bonus token
 ACCEPTED = 3  # drafts of each path that is scored
 
-# Per-request parameters, by the name of the `sampling` they are benchmarked under.
-SAMPLING: dict[str, dict[str, float]] = {
-    "greedy": {},
-    "top_k+top_p": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
-    "top_p": {"temperature": 0.8, "top_p": 0.95},
-    "temperature": {"temperature": 0.8},
+# How all requests sample, by the name of the `sampling` they are benchmarked under; None: greedily.
+SAMPLING: dict[str, Sampling | None] = {
+    "greedy": None,
+    "top_k+top_p": Sampling(temperature=0.8, top_k=50, top_p=0.95),
+    "top_p": Sampling(temperature=0.8, top_p=0.95),
+    "temperature": Sampling(temperature=0.8),
 }
 
 # Logit edits of requests, by the name of the `edit` they are benchmarked under.
@@ -53,13 +55,30 @@ def accept_path(logits: Tensor, tree: sd.Tree) -> int:
     return visited
 
 
-def sampling_of(name: str, batch: int, device: torch.device) -> dict[str, Tensor]:
-    dtypes = {"top_k": torch.int32}
-    values = {
-        key: torch.full((batch,), value, dtype=dtypes.get(key, torch.float32), device=device)
-        for key, value in SAMPLING[name].items()
-    }
-    return {**values, "seeds": torch.arange(batch, device=device)} if values else {}
+@dataclass(frozen=True)
+class SamplingTensors:
+    """The sampling parameters of all requests, [B] each; None where `verify_tree` is given none."""
+
+    temperature: Tensor | None = None  # None: greedy
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    seeds: Tensor | None = None
+
+    @classmethod
+    def of(cls, sampling: Sampling | None, batch: int, device: torch.device) -> SamplingTensors:
+        """Return the parameters of `batch` requests that all sample alike."""
+        if sampling is None:
+            return cls()
+
+        def full(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full((batch,), value, dtype=dtype, device=device)
+
+        return cls(
+            temperature=full(sampling.temperature, torch.float32),
+            top_k=full(sampling.top_k, torch.int32) if sampling.top_k else None,
+            top_p=full(sampling.top_p, torch.float32) if sampling.top_p < 1 else None,
+            seeds=torch.arange(batch, device=device),
+        )
 
 
 def walk(choice: Tensor, tree: sd.Tree) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +102,8 @@ def verify_tree(device: torch.device, p: Params) -> Work:
     batch, nodes, vocab = p["batch"], p["nodes"], p["vocab"]
     tree = random_tree(batch, nodes, vocab, device)
     logits = torch.randn(batch, nodes, vocab, dtype=getattr(torch, p["dtype"]), device=device)
-    sampling = sampling_of(p["sampling"], batch, device)
+    chosen = SAMPLING[p["sampling"]]
+    sampling = SamplingTensors.of(chosen, batch, device)
     visited = accept_path(logits, tree)
     out = sd.Accepted(
         poisoned(batch, WIDTH, dtype=torch.int32, device=device),
@@ -91,7 +111,7 @@ def verify_tree(device: torch.device, p: Params) -> Work:
         poisoned(batch, WIDTH, dtype=torch.int32, device=device),
     )
 
-    size = sd.verify_tree_workspace(logits, temperature=sampling.get("temperature"))
+    size = sd.verify_tree_workspace(logits, temperature=sampling.temperature)
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
 
     @cache
@@ -104,14 +124,13 @@ def verify_tree(device: torch.device, p: Params) -> Work:
             expect_equal(name, x, y)
 
     def others() -> list[Baseline]:
-        if not sampling:
+        if chosen is None:
             return [
                 Baseline("torch", lambda: walk(logits.argmax(-1).int(), tree), check),
                 *sglang.verify_greedy(logits, tree, WIDTH, check),
             ]
-        chosen = {"top_k": 0, "top_p": 1.0, **SAMPLING[p["sampling"]]}
-        packages = [*sglang.verify_sampled(logits, tree, WIDTH, **chosen, check=check)]
-        sample = flashinfer.sample_every_node(logits, **chosen)
+        packages = [*sglang.verify_sampled(logits, tree, WIDTH, chosen, check)]
+        sample = flashinfer.sample_every_node(logits, chosen)
         if sample is not None:
             packages.append(Baseline("flashinfer", lambda: walk(sample(), tree), check))
         return packages
@@ -122,7 +141,10 @@ def verify_tree(device: torch.device, p: Params) -> Work:
             logits,
             tree,
             WIDTH,
-            **sampling,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seeds=sampling.seeds,
             workspace=workspace,
             out=out,
         ),

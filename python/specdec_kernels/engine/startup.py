@@ -165,7 +165,7 @@ class RankSources:
         )
         open_draft(self.draft, context)
         device = config.machine.device
-        return executor, torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        return executor, torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def open_runtime(

@@ -139,7 +139,7 @@ class Exchange:
         """Let waits for other ranks end at once, from any thread; calls are without effect from then on."""
         self.alarm.fill_(1 + len(self.buffers))  # no rank
         # Streams of a priority are a ring: one of the rounds' own could be the stream that waits.
-        with torch.cuda.stream(torch.cuda.Stream(self.state.device, priority=-1)):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(torch.cuda.Stream(self.state.device, priority=-1)):
             self.state[TIMED_OUT].copy_(self.alarm[0], non_blocking=True)
 
     def close(self) -> None:

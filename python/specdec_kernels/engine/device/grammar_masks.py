@@ -35,7 +35,7 @@ class TreeMasks:
         self.on_host = torch.full(self.allowed.shape, FULL, dtype=torch.int32, pin_memory=pinned)
         self._trees = torch.zeros(num_slots * (3 * most_nodes + 1) + 1, dtype=torch.int32, pin_memory=pinned)
         self._number = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
-        self._copies = torch.cuda.Stream(device) if pinned else None  # type: ignore[no-untyped-call]
+        self._copies = torch.cuda.Stream(device) if pinned else None
         self._threads = ThreadPoolExecutor(thread_name_prefix="specdec masks")
         self.matchers: dict[int, Matcher] = {}  # of slots, where they have one
         self.filled = range(0)

@@ -90,7 +90,7 @@ def hand_out(packed: Tensor, top_n: int, owners: Sequence[ChunkScores]) -> None:
     if packed.is_cuda:
         host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
         host.copy_(packed, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()
         copied.record()
         packed = host
     for part, owner in zip(torch.split(packed, [owner.num_tokens for owner in owners]), owners, strict=True):
