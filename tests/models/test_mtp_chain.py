@@ -18,6 +18,7 @@ from specdec_kernels.models.heads.mtp_chain import MtpChain, load_mtp_chain
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.mtp_layouts import find_layout
+from support.drafted_chains import drafted_after
 from support.mtp_checkpoints import NUM_LAYERS, ChainReference, write_target_with_chain
 from support.step_cases import StepReference, write_step
 
@@ -75,14 +76,7 @@ def committed(chain: MtpChain, target: CausalLM, pieces: list[int]) -> HeadOutpu
 @torch.inference_mode()
 def drafted(chain: MtpChain, target: CausalLM, pieces: list[int]) -> tuple[list[int], Tensor]:
     """Return the chain after TEXT, whose rows are committed in pieces, with its logits."""
-    hidden, normed = committed(chain, target, pieces)
-    logits, ids = [chain.logits(normed)[0]], list[int]()
-    for depth in range(1, len(chain.heads)):
-        ids.append(int(logits[-1].argmax()))
-        row = PagedBatch(int32([0]), TABLE, int32([ROWS]), tail_len=depth, row_offset=depth - 1)
-        last, hidden = chain.step(depth, int32([ids[-1:]]), int32([[ROWS + depth - 1]]), Features(hidden), row)
-        logits.append(last[0])
-    return [*ids, int(logits[-1].argmax())], torch.stack(logits)
+    return drafted_after(chain, committed(chain, target, pieces), ROWS, TABLE)
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:

@@ -39,6 +39,22 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32,
     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+FULL, SLIDING, SLIDING_HEADS = "full_attention", "sliding_attention", 6
+STEP_TYPES = [FULL, SLIDING, *STEPS * [SLIDING]]  # vLLM has no MTP layer of the other type
+# The published entries of a config, those for each layer with the MTP layers at the end.
+STEP: dict[str, Any] = {
+    "num_attention_groups": KV_HEADS, "moe_num_experts": 4, "moe_top_k": 2, "moe_intermediate_size": WIDTH,
+    "share_expert_dim": WIDTH, "moe_layers_enum": "1", "moe_router_scaling_factor": 1.5, "sliding_window": 4,
+    "use_head_wise_attn_gate": True, "attention_other_setting": {"num_attention_heads": SLIDING_HEADS},
+    "layer_types": STEP_TYPES, "num_nextn_predict_layers": STEPS, "pad_token_id": 0,
+    "rope_theta": [5e6 if each == FULL else 1e4 for each in STEP_TYPES],
+    "partial_rotary_factors": [0.5 if each == FULL else 1.0 for each in STEP_TYPES],
+    "yarn_only_types": [FULL], "rope_parameters": None,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+}  # fmt: skip
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -52,6 +68,7 @@ class GoldenMtp:
         layer: shapes of the MTP layer's tensors, by their names in a checkpoint.
         final_norm: name of the target's final norm.
         adds_one: norms multiply by 1 + weight.
+        is_chain: there is a layer for each step, which reads the states of the one before.
     """
 
     model_type: str
@@ -60,6 +77,7 @@ class GoldenMtp:
     final_norm: str = "model.norm"
     embedding: str = "model.embed_tokens"
     adds_one: bool = False
+    is_chain: bool = False
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -90,11 +108,13 @@ def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(drawn.astype(numpy.float32))
 
 
-def attention(prefix: str, *, queries: int = 1, head_norms: bool = False, biases: bool = False) -> Shapes:
+def attention(
+    prefix: str, *, heads: int = HEADS, queries: int = 1, head_norms: bool = False, biases: bool = False
+) -> Shapes:
     """Return the shapes of an attention layer; `queries` is 2 with a gate for each query."""
-    rows = {"q_proj": queries * HEADS, "k_proj": KV_HEADS, "v_proj": KV_HEADS}
+    rows = {"q_proj": queries * heads, "k_proj": KV_HEADS, "v_proj": KV_HEADS}
     shapes: Shapes = {f"{prefix}.{name}.weight": (count * HEAD_DIM, HIDDEN) for name, count in rows.items()}
-    shapes[f"{prefix}.o_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
+    shapes[f"{prefix}.o_proj.weight"] = (HIDDEN, heads * HEAD_DIM)
     if head_norms:
         shapes |= {f"{prefix}.{name}.weight": (HEAD_DIM,) for name in ("q_norm", "k_norm")}
     if biases:
@@ -193,6 +213,18 @@ def hunyuan(num_experts: int) -> Iterator[Shapes]:
     yield gated_mlp(f"{layer}.mlp.shared_mlp")
 
 
+def step() -> Iterator[Shapes]:
+    """Yield the shapes of a chain of layers with sliding windows."""
+    for layer in (f"model.layers.{index}" for index in range(2, 2 + STEPS)):
+        yield vectors(*(f"{layer}.{name}" for name in ("enorm", "hnorm", "transformer.shared_head.norm")))
+        yield vectors(f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm")
+        yield {f"{layer}.eh_proj.weight": (HIDDEN, 2 * HIDDEN)}
+        yield {f"{layer}.transformer.shared_head.output.weight": (VOCAB, HIDDEN)}
+        yield attention(f"{layer}.self_attn", heads=SLIDING_HEADS, head_norms=True)
+        yield {f"{layer}.self_attn.g_proj.weight": (SLIDING_HEADS, HIDDEN)}
+        yield gated_mlp(f"{layer}.mlp")
+
+
 def joined(shapes: Iterator[Shapes]) -> Shapes:
     return {name: shape for each in shapes for name, shape in each.items()}
 
@@ -268,4 +300,5 @@ GOLDEN: dict[str, GoldenMtp] = {
         },
         joined(hunyuan(4)),
     ),
+    "step3p5": GoldenMtp("step3p5", STEP, joined(step()), adds_one=True, is_chain=True),
 }  # fmt: skip

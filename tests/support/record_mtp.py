@@ -8,6 +8,8 @@ vLLM's own classes load the checkpoint, by their names of its tensors, and compu
 experts' GEMMs, whose kernels need a GPU: plain torch stands in their place. Latent attention is not absorbed
 (`use_mla` is False). Drafts are made as its proposer makes them
 (`llm_base_proposer.py`): rows of the prompt at once, and then a row for each draft, which reads the last row's state.
+Each layer of a chain has all rows, one token later than the layer before, as SGLang's worker runs them
+(`multi_layer_eagle_worker_v2.py`); vLLM's proposer gives rows of the prompt to the first layer alone.
 """
 
 from __future__ import annotations
@@ -26,10 +28,19 @@ from torch import Tensor, nn
 
 
 class PlainAttention(nn.Module):
-    """Causal attention over all rows so far."""
+    """Causal attention over all rows so far, or over the last ones of a sliding window."""
 
-    def __init__(self, heads: int, head_dim: int, scale: float, num_kv_heads: int | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        per_layer_sliding_window: int | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
+        self.window = per_layer_sliding_window
         self.heads, self.kv_heads = heads, num_kv_heads or heads
         self.head_dim, self.scale = head_dim, scale
         self.keys = torch.empty(self.kv_heads, 0, head_dim)
@@ -42,6 +53,8 @@ class PlainAttention(nn.Module):
         total, group = self.keys.shape[1], self.heads // self.kv_heads
         scores = q @ self.keys.repeat_interleave(group, 0).mT * self.scale
         hidden = torch.ones(rows, total, dtype=torch.bool).triu(total - rows + 1)
+        if self.window is not None:
+            hidden |= torch.ones(rows, total, dtype=torch.bool).tril(total - rows - self.window)
         out = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ self.values.repeat_interleave(group, 0)
         return out.transpose(0, 1).reshape(rows, -1)
 
@@ -56,6 +69,7 @@ MODULES = {  # of vLLM's models: the file and the class of an MTP layer
     "mimo": ("mimo_mtp", "MiMoMTP"),
     "ernie": ("ernie_mtp", "ErnieMTP"),
     "hy_v3": ("hy_v3_mtp", "HYV3MTP"),
+    "step3p5": ("step3p5_mtp", "Step3p5MTP"),
 }
 
 
@@ -84,10 +98,12 @@ def use_plain_torch() -> None:
     """Replace the kernels of vLLM's CPU module, which this build of vLLM does not have."""
     import vllm.model_executor.layers.attention as layers
     import vllm.model_executor.layers.utils as linears
+    from vllm.config import VllmConfig
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     layers.Attention = PlainAttention
+    VllmConfig.with_hf_config = lambda self, _: self  # the draft's config is the target's
     linears.check_cpu_sgl_kernel = lambda *_: False
     config.current_platform = SimpleNamespace(is_cuda_alike=lambda: True)  # else it refuses experts without gates
     cpu_moe.cpu_prepack_moe_weight = lambda weight, _: weight
@@ -115,12 +131,14 @@ def plain_experts(
 def model_of(name: str, case: GoldenMtp, vllm_config: Any) -> tuple[Any, Any]:
     """Return vLLM's model with the checkpoint's tensors, and the target's final norm."""
     from transformers import AutoConfig, Qwen2Config
+    from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, RotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     values = SIZES | case.config
-    config = Qwen2Config(**values) if name == "mimo" else AutoConfig.for_model(case.model_type, **values)
+    named = {"mimo": Qwen2Config, "step3p5": Step3p7TextConfig}
+    config = named[name](**values) if name in named else AutoConfig.for_model(case.model_type, **values)
     model_config: Any = SimpleNamespace(
         hf_config=config, hf_text_config=config, dtype=torch.float32, head_dtype=torch.float32, multimodal_config=None,
         is_moe=True, quantization=None, enforce_eager=True, max_model_len=128, model=name,
@@ -164,18 +182,21 @@ def drafted(name: str, vllm_config: Any) -> dict[str, Any]:
     case = GOLDEN[name]
     model, norm = model_of(name, case, vllm_config)
     rows = len(TOKENS) - 1
-    states = norm(case.states)[:-1]
+    states = case.states[:-1] if name == "step3p5" else norm(case.states)[:-1]  # its target passes them on before
     tokens, positions = torch.tensor(TOKENS[1:]), torch.arange(rows)
     chain, logprobs = [], []
     for step in range(STEPS):
+        options = {"spec_step_idx": step} if case.is_chain else {}
         with set_forward_context(None, vllm_config):
-            out = model(input_ids=tokens, positions=positions, hidden_states=states)
+            out = model(input_ids=tokens, positions=positions, hidden_states=states, **options)
         scored, states = (out, out) if isinstance(out, Tensor) else out  # DeepSeek's: before and after the final norm
-        states = states[-1:]
-        scores = model.compute_logits(scored[-1:])[0].float().log_softmax(-1)
+        scores = model.compute_logits(scored[-1:], **options)[0].float().log_softmax(-1)
         chain.append(int(scores.argmax()))
         logprobs.append([round(float(score), 4) for score in scores])
-        tokens, positions = torch.tensor(chain[-1:]), torch.tensor([rows + step])
+        if case.is_chain:
+            tokens = torch.cat([tokens[1:], torch.tensor(chain[-1:])])
+        else:
+            tokens, positions, states = torch.tensor(chain[-1:]), torch.tensor([rows + step]), states[-1:]
     return {"torch": torch.__version__, "drafted": chain, "logprobs": logprobs}
 
 
