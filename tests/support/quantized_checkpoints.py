@@ -29,6 +29,15 @@ def eights(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return numbers, numbers.float() * scales
 
 
+def of_each(write: Callable[[Tensor], Written], weights: Tensor) -> Written:
+    """Return the tensors of a weight, or those of experts [experts, out, in] that are stored together."""
+    if weights.dim() == 2:
+        return write(weights)
+    written = [write(weight) for weight in weights]
+    tensors = {name: torch.stack([each.tensors[name] for each in written]) for name in written[0].tensors}
+    return Written(tensors, torch.stack([each.means for each in written]))
+
+
 def fp8_blocks(name: str) -> Callable[[Tensor], Written]:
     def write(weight: Tensor) -> Written:
         outs, ins = weight.shape
@@ -189,7 +198,7 @@ def quantize(folder: Path, name: str, linears: str) -> dict[str, Tensor]:
     for key, tensor in load_file(file).items():
         means[key] = tensors[key] = tensor
         if re.fullmatch(linears, key):
-            written = write(tensors.pop(key))
+            written = of_each(write, tensors.pop(key))
             tensors |= {key.removesuffix("weight") + part: t.contiguous() for part, t in written.tensors.items()}
             means[key] = written.means
     save_file(tensors, file, metadata={"format": "pt"})

@@ -47,11 +47,11 @@ def of_layers(types: list[str], limits: list[tuple[float, float]]) -> dict[str, 
 LIMITS = [(0.0, 0.7), (0.5, 0.9)]  # of routed experts, and of dense MLPs and shared experts; 0: none
 
 
-def longer_module(num_mtp_layers: int) -> Any:
+def longer_module(num_mtp_layers: int, **changes: Any) -> Any:
     """Return a random module whose layers after NUM_LAYERS are the decoder layers of MTP layers."""
     types, limits = TYPES + MTP_TYPES[:num_mtp_layers], LIMITS + [(0.0, 0.0)] * num_mtp_layers
     set_seed(7)
-    config = AutoConfig.for_model(**(STEP | of_layers(types, limits) | {"num_hidden_layers": len(types)}))
+    config = AutoConfig.for_model(**(STEP | changes | of_layers(types, limits) | {"num_hidden_layers": len(types)}))
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for name, tensor in module.state_dict().items():
         if name.endswith("norm.weight"):
@@ -61,9 +61,9 @@ def longer_module(num_mtp_layers: int) -> Any:
     return module.eval()
 
 
-def mtp_parts(num_mtp_layers: int) -> dict[str, Tensor]:
+def mtp_parts(num_mtp_layers: int, hidden: int = STEP["hidden_size"]) -> dict[str, Tensor]:
     """Return the tensors of MTP layers that no decoder layer has."""
-    hidden, vocab = STEP["hidden_size"], STEP["vocab_size"]
+    vocab = STEP["vocab_size"]
     torch.manual_seed(6)
     parts: dict[str, Tensor] = {}
     for layer in range(NUM_LAYERS, NUM_LAYERS + num_mtp_layers):
@@ -75,13 +75,13 @@ def mtp_parts(num_mtp_layers: int) -> dict[str, Tensor]:
     return parts
 
 
-def write_step(folder: Path, num_mtp_layers: int) -> Path:
-    """Write a target of NUM_LAYERS layers with a chain of MTP layers."""
-    longer_module(num_mtp_layers).save_pretrained(folder)
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | mtp_parts(num_mtp_layers), file, {"format": "pt"})
+def write_step(folder: Path, num_mtp_layers: int, **changes: Any) -> Path:
+    """Write a target of NUM_LAYERS layers with a chain of MTP layers, with these changes of STEP."""
+    longer_module(num_mtp_layers, **changes).save_pretrained(folder)
+    file, values = folder / "model.safetensors", STEP | changes
+    save_file(load_file(file) | mtp_parts(num_mtp_layers, values["hidden_size"]), file, {"format": "pt"})
     types, limits = TYPES + MTP_TYPES[:num_mtp_layers], LIMITS + [(0.0, 0.0)] * num_mtp_layers
-    values = STEP | of_layers(types, limits) | {"num_nextn_predict_layers": num_mtp_layers}
+    values |= of_layers(types, limits) | {"num_nextn_predict_layers": num_mtp_layers}
     (folder / "config.json").write_text(json.dumps(values))
     return folder
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -307,11 +308,12 @@ class QuantizedExperts(nn.Module):
     Args:
         num_experts: the number of experts.
         act_fn: the activation of their gates.
+        limit: as in `gated`; infinite: none.
     """
 
-    def __init__(self, num_experts: int, act_fn: Activation) -> None:
+    def __init__(self, num_experts: int, act_fn: Activation, limit: float = inf) -> None:
         super().__init__()
-        self.num_experts, self.act_fn = num_experts, act_fn
+        self.num_experts, self.act_fn, self.limit = num_experts, act_fn, limit
         self.activations: str | None = None
 
     def store(self, expert: int, part: str, weight: Fp8Weight) -> None:
@@ -373,7 +375,7 @@ class QuantizedExperts(nn.Module):
         return Fp8Experts(
             gate_up,
             down,
-            act=gated(self.act_fn),
+            act=gated(self.act_fn, None if self.limit == inf else self.limit),
             reduction=reduction_of(self),
             activations=self.activations,
             gate_up_scales=buffers["gate_up_scales"],

@@ -23,7 +23,7 @@ from .formats import Scheme, Unsupported, scheme_of
 FP8_EXPERTS = (
     "afmoe", "axk1", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
     "glm4_moe_lite", "hunyuan_v1_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
-    "qwen3_next", "qwen3_vl_moe_text",
+    "qwen3_next", "qwen3_vl_moe_text", "step3p5",
 )  # fmt: skip
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # its names in configs
 

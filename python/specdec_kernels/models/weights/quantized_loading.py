@@ -7,13 +7,14 @@ Transformers reads all other tensors. It is asked to leave quantized linears emp
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -31,8 +32,21 @@ METHOD = "specdec_kernels"  # our name among transformers' quantization methods
 
 def own_names(tensors: Iterable[str], model: Any) -> dict[str, str]:
     """Return the model's names of a checkpoint's tensors, by the checkpoint's. Experts have one name each in both."""
-    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    renamings, _ = conversions(model)
     return {tensor: rename_source_key(tensor, renamings, [])[0] for tensor in tensors}
+
+
+def merged_names(tensors: Iterable[str], model: Any) -> dict[str, str]:
+    """Return the names of the model's parameters that a checkpoint's tensors are parts of, by the checkpoint's."""
+    renamings, converters = conversions(model)
+    return {tensor: rename_source_key(tensor, renamings, converters)[0] for tensor in tensors}
+
+
+def conversions(model: Any) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """Return what transformers does with a checkpoint's tensors of this model."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    return renamings, [each for each in mapping if isinstance(each, WeightConverter)]
 
 
 def known_as(tensors: set[str], model: Any) -> set[str]:
@@ -40,13 +54,7 @@ def known_as(tensors: set[str], model: Any) -> set[str]:
 
     They are the checkpoint's and the model's own; an expert's scale may also have that of all experts' parameter.
     """
-    own = set(own_names(tensors, model).values())
-    names = tensors | own
-    for name in own:
-        match = re.fullmatch(r"(.*\.experts)\.\d+\.(\w+)\.weight(_\w+)", name)
-        if match is not None and match[2] in PARTS:
-            names.add(f"{match[1]}.{'down_proj' if PARTS[match[2]] == 'down' else 'gate_up_proj'}{match[3]}")
-    return names
+    return tensors | set(own_names(tensors, model).values()) | set(merged_names(tensors, model).values())
 
 
 def of_any_expert(name: str) -> str:
@@ -123,6 +131,7 @@ def load_quantized(
     head = next(path for path, module in model.named_modules() if module is model.get_output_embeddings())
     all_biases = {f"{path}.bias" for path in linears}
     loaded = load_tensors(folder, (tensors | all_biases).__contains__)
+    linears, loaded = unstack_experts(model, scheme, linears, loaded, what)
     modules = dict(model.named_modules())
     written: dict[str, set[tuple[int, str]]] = {}
     kept: dict[str, QuantizedExperts] = {}  # by the paths of the modules that they replace
@@ -163,6 +172,40 @@ def load_quantized(
     return filled
 
 
+def unstack_experts(
+    model: Any, scheme: Scheme, linears: set[str], tensors: Mapping[str, Tensor], what: str
+) -> tuple[set[str], dict[str, Tensor]]:
+    """Return linears and tensors with each expert's own, where a checkpoint has those of a layer [experts, ...] in one.
+
+    An expert's tensors are views, with the model's names.
+
+    Raises:
+        ValueError: other modules than experts have such tensors; a number of experts that is not the model's.
+    """
+    alone, rest = set[str](), dict(tensors)
+    for path in linears:
+        of_path = {name: rest.get(f"{path}.{name}") for name in scheme.tensors | scheme.optional}
+        given = {name: tensor for name, tensor in of_path.items() if tensor is not None}
+        if all(tensor.dim() < 3 for tensor in given.values()):
+            alone.add(path)
+            continue
+        if missing := sorted(scheme.tensors - given.keys()):
+            raise ValueError(f"{what} lacks {path}.{missing[0]}, expected every tensor of the model and no other")
+        [merged] = merged_names([f"{path}.weight"], model).values()
+        experts, part = merged.rpartition(".")[0], path.rpartition(".")[2]
+        modules = dict(model.named_modules())
+        if experts not in modules or not experts.endswith(".experts") or part not in PARTS:
+            raise ValueError(f"{what} has a quantized {path}, expected quantized projections and experts alone")
+        count = experts_in(modules[experts])
+        for name, tensor in given.items():
+            if len(tensor) != count:
+                raise ValueError(f"{what} has {path}.{name} of {len(tensor)} experts, expected {count}")
+            del rest[f"{path}.{name}"]
+            rest |= {f"{experts}.{number}.{part}.{name}": own for number, own in enumerate(tensor)}
+        alone |= {f"{experts}.{number}.{part}" for number in range(count)}
+    return alone, rest
+
+
 class Expert(NamedTuple):
     """A linear of one expert. Its weight is a part of the parameter that transformers keeps for all experts."""
 
@@ -180,10 +223,10 @@ def expert_of(path: str, modules: dict[str, Any]) -> Expert | None:
     if match is None or match[1] not in modules or match[3] not in PARTS:
         return None
     module, part = modules[match[1]], PARTS[match[3]]
-    if getattr(module, "is_transposed", True) or not hasattr(module, "gate_up_proj"):
+    if not hasattr(module, "gate_up_proj"):
         return None
     number, inner = int(match[2]), module.down_proj.shape[2]
-    if number >= experts_in(module):
+    if number >= experts_in(module) or module.gate_up_proj.shape[1] != 2 * inner:
         return None
     weight = module.down_proj if part == "down" else module.gate_up_proj
     whole = weight.data[number]
@@ -193,7 +236,8 @@ def expert_of(path: str, modules: dict[str, Any]) -> Expert | None:
 
 def experts_in(module: Any) -> int:
     """Return the config's number of experts; some versions of transformers allocate as many as a checkpoint has."""
-    return int(getattr(module, "num_experts", len(module.down_proj)))
+    count = getattr(module, "num_experts", None)
+    return len(module.down_proj) if count is None else int(count)
 
 
 def put(expert: Expert, weight: QuantizedWeight, kept: dict[str, QuantizedExperts] | None, what: str) -> None:
@@ -205,7 +249,8 @@ def put(expert: Expert, weight: QuantizedWeight, kept: dict[str, QuantizedExpert
     activations = weight.activations if isinstance(weight, Fp8Weight) else "none"
     module, others = expert.module, None
     if kept is not None:
-        others = kept.setdefault(expert.path, QuantizedExperts(experts_in(module), module.act_fn))
+        limit = getattr(module, "limit", inf)
+        others = kept.setdefault(expert.path, QuantizedExperts(experts_in(module), module.act_fn, limit))
     known = ("none",) if others is None else ("none", "token", "group")
     if activations not in known or (others is not None and others.activations not in (None, activations)):
         raise ValueError(f"{what} whose activations are rounded ({activations}), expected those of all experts alike")

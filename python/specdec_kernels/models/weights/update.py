@@ -28,7 +28,7 @@ from .checkpoint import some
 from .formats import Scheme, fitting_weight
 from .kv_scales import FP8, SCALE_NAME
 from .mtp_layouts import LEFT_OUT, mtp_prefixes
-from .quantized_loading import PARTS, STORED_BY, expert_of, own_names
+from .quantized_loading import PARTS, STORED_BY, expert_of, own_names, unstack_experts
 from .sharding import DIVISION, Cut, Division, Kept
 
 OURS = __name__.partition(".")[0]
@@ -201,9 +201,9 @@ def stored_updates(
         ValueError: a linear that the model stores in another way, one that lacks a tensor, or one of another shape.
     """
     division: Division | None = getattr(model, DIVISION, None)
-    linears = scheme.linears(weights)
+    linears, rest = unstack_experts(model, scheme, scheme.linears(weights), weights, name)
     modules = dict(model.named_modules())
-    own, rest, updates = own_names(linears, model), dict(weights), list[Update]()
+    own, updates = own_names(linears, model), list[Update]()
     for path in sorted(linears):
         parts = {leaf: rest.pop(f"{path}.{leaf}", None) for leaf in scheme.tensors | scheme.optional}
         given = {leaf: tensor for leaf, tensor in parts.items() if tensor is not None}
