@@ -48,9 +48,6 @@ class Afmoe(Qwen3):
             weight=module.router.gate.weight.detach(),
             e_score_correction_bias=module.expert_bias.detach(),
             top_k=module.router.top_k,
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=True,
             routed_scaling_factor=module.router.route_scale,
         )
         return MoE(router, experts_of(module.experts), gated_mlp(module.shared_experts))

@@ -29,8 +29,6 @@ class Lfm2Moe(Lfm2):
             weight=gate.weight.detach(),
             e_score_correction_bias=bias,
             top_k=gate.top_k,
-            n_group=1,
-            topk_group=1,
             norm_topk_prob=gate.norm_topk_prob,
             routed_scaling_factor=gate.routed_scaling_factor,
             eps=1e-6,

@@ -26,16 +26,5 @@ class MiniMaxM2(Llama):
         return replace(plain, qkv=RMSNormedQK(plain.qkv, *norms))
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        return MoE(ungrouped_router(module), experts_of(module.experts))
-
-
-def ungrouped_router(module: Any, factor: float = 1.0) -> SigmoidRouter:
-    return SigmoidRouter(
-        weight=module.gate.weight.detach(),
-        e_score_correction_bias=module.e_score_correction_bias,
-        top_k=module.gate.top_k,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=factor,
-    )
+        router = SigmoidRouter(module.gate.weight.detach(), module.e_score_correction_bias, module.gate.top_k)
+        return MoE(router, experts_of(module.experts))

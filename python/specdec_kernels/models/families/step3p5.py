@@ -109,9 +109,6 @@ class Step3p5(Llama):
             weight=module.gate.weight.detach(),
             e_score_correction_bias=module.gate.e_score_correction_bias,
             top_k=module.gate.top_k,
-            n_group=1,
-            topk_group=1,
-            norm_topk_prob=True,
             routed_scaling_factor=module.routed_scaling_factor,
         )
         experts = replace(experts_of(module.experts), act=gated(module.experts.act_fn, limit_of(module.experts)))

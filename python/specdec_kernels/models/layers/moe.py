@@ -95,7 +95,7 @@ class GroupedSoftmaxRouter(Router):
 
 @dataclass(frozen=True)
 class SigmoidRouter(Router):
-    """Top-k by sigmoid scores plus a correction bias, from the best groups of experts.
+    """Top-k by sigmoid scores plus a correction bias, from the best groups of experts; by default all are one group.
 
     A group's score is the sum of its two best experts'. Routing weights are the scores without the bias. Source:
     DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
@@ -104,10 +104,10 @@ class SigmoidRouter(Router):
     weight: Tensor  # [experts, H], multiplied in float32
     e_score_correction_bias: Tensor  # [experts] float32
     top_k: int
-    n_group: int
-    topk_group: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
     eps: float = 1e-20  # added to the sum by which weights are divided
 
     def __call__(self, x: Tensor) -> Routing:
