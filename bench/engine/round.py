@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
-from itertools import chain, count
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -52,7 +52,7 @@ from specdec_kernels.engine.drafts.block import DEFAULT_NUM_NODES as BLOCK_NODES
 from specdec_kernels.engine.drafts.block import BlockDraft
 from specdec_kernels.engine.drafts.calibrated import CalibratedDraft
 from specdec_kernels.engine.drafts.model import DEFAULT_NUM_NODES
-from specdec_kernels.engine.drafts.union import Union, with_ngrams
+from specdec_kernels.engine.drafts.union import Union
 from specdec_kernels.models.families import family_of, kv_numbers
 from specdec_kernels.models.heads.base import DraftHead
 from specdec_kernels.models.heads.block import BlockHead
@@ -89,7 +89,7 @@ from ..ops.ceilings import Ceilings
 from ..ops.harness import Result
 from ..ops.stored_weights import store_layers
 from ..ops.timing import times_of
-from ..sizes import WITH_NGRAMS, setting_of
+from ..sizes import WITH_NGRAMS, ngram_groups, setting_of, sized_draft
 from .kernels import RoundProfile, profile_rounds
 
 NAME = "round"
@@ -418,7 +418,7 @@ class Bench:
             tp=setup.shard.size,
             custom_all_reduce=setup.custom_all_reduce,
         )
-        self._groups = count(1)
+        self._groups = ngram_groups(setup.drafting)
         draft = self.engine.draft.first if isinstance(self.engine.draft, Union) else self.engine.draft
         if isinstance(draft, CalibratedDraft) and (setup.drafting.block_size or setup.draft_weights is not None):
             self.draft = draft.loaded  # as it is stored
@@ -504,7 +504,7 @@ class Bench:
         length, whole = self.setup.input, len(self.text.order)
         at = [int(whole * (i + GOLDEN * wave % 1) / batch) for i in range(batch)]
         # The n-gram index of a union finds nothing: a request knows its own text alone, which repeats late or never.
-        groups = [next(self._groups) if self.setup.drafting.with_ngrams else 0 for _ in at]
+        groups = islice(self._groups, batch)
         params = [SamplingParams(max_new_tokens=output, ignore_eos=True, ngram_group=group) for group in groups]
         results = self.engine.generate([self.text.tokens(start, length) for start in at], params, on_tokens=on_tokens)
         for start, result in zip(at, results, strict=True):
@@ -641,8 +641,7 @@ def draft_of(setup: Setup, model: Any) -> Draft | None:
     if d.kind is None:
         return None
     options: dict[str, Any] = {} if setup.draft_weights is None else {"draft_weights": setup.draft_weights}
-    draft = d.kind(model, num_steps=d.num_steps, topk=d.topk, num_nodes=d.num_nodes, **options)
-    return with_ngrams(draft, d.num_nodes) if d.with_ngrams else draft
+    return sized_draft(d, d.kind, model, **options)
 
 
 @dataclass(frozen=True)

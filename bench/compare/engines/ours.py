@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import count, islice, repeat
+from itertools import islice
 from typing import Any
 
 import torch
 
 from specdec_kernels import __version__
 from specdec_kernels.engine import MTP, DFlash, Draft, DSpark, Eagle3, Engine, Ngram, SamplingParams
-from specdec_kernels.engine.drafts.union import with_ngrams
 
+from ...sizes import ngram_groups, sized_draft
 from . import Algorithm, Generated, Job, max_batch
 
 
@@ -21,14 +21,12 @@ def version() -> str:
 
 def draft_of(job: Job, a: Algorithm) -> Draft | None:
     """Return the draft of an algorithm."""
-    sizes: dict[str, int] = {"num_steps": a.num_steps, "topk": a.topk, "num_nodes": a.num_nodes}
     if not a.num_steps:
         return None
     if a.drafter == "ngram":
         return Ngram(num_nodes=a.num_nodes)
     kind: Any = {"eagle3": Eagle3, "mtp": MTP, "dspark": DSpark, "dflash": DFlash}[a.drafter]
-    draft: Draft = kind(*([] if a.drafter == "mtp" else [job.head]), **sizes)
-    return with_ngrams(draft, a.num_nodes) if a.with_ngrams else draft
+    return sized_draft(a, kind, *([] if a.drafter == "mtp" else [job.head]))
 
 
 class Runner:
@@ -36,7 +34,7 @@ class Runner:
 
     def __init__(self, job: Job, algorithm: Algorithm) -> None:
         a = algorithm
-        self._groups = count(1) if a.with_ngrams else repeat(0)
+        self._groups = ngram_groups(a)
         self.engine = Engine(
             job.target,
             draft=draft_of(job, a),

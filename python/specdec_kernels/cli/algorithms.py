@@ -49,21 +49,23 @@ def model_part(algorithm: str) -> str:
     return algorithm.removesuffix(WITH_NGRAMS)
 
 
-def union_of(algorithm: str, head: Any, options: Mapping[str, Any], corpus: Sequence[str] = ()) -> Draft:
-    """Return the union of a model's draft and the n-gram index.
+def make_draft(algorithm: str, head: Any, options: Mapping[str, Any], corpus: Sequence[str] = ()) -> Draft:
+    """Return the draft of an algorithm, which is the union of a model's draft and the n-gram index for UNIONS.
 
     Args:
-        algorithm: one of UNIONS.
-        head: checkpoint of the draft; None: the target's.
-        options: of the model's draft; each part proposes `num_nodes` nodes at most, and as many are verified.
-        corpus: text files that the index starts with.
+        algorithm: one with a draft, or a class as `module:Class`.
+        head: checkpoint of the draft; None: it needs none, or the target has it.
+        options: of the draft. In a union, of the model's: each part proposes `num_nodes` nodes at most, and as many
+            are verified.
+        corpus: text files that the index of a union starts with.
 
     Raises:
         ValueError: options out of range.
     """
     from ..engine.drafts.union import with_ngrams
 
-    return with_ngrams(draft_class(model_part(algorithm))(head, **options), options["num_nodes"], corpus)
+    draft = draft_class(model_part(algorithm))(*([] if head is None else [head]), **options)
+    return with_ngrams(draft, options["num_nodes"], corpus) if algorithm in UNIONS else draft
 
 
 def draft_class(algorithm: str) -> Callable[..., Draft]:

@@ -20,7 +20,7 @@ from ..engine.text.prompts import load_tokenizer
 from ..models.language_model import LanguageModel
 from ..models.weights.checkpoint import local_folder
 from ..models.weights.model_config import config_of
-from .algorithms import BLOCK_ALGORITHMS, UNIONS, algorithm_of, draft_class, model_part, union_of
+from .algorithms import BLOCK_ALGORITHMS, UNIONS, algorithm_of, draft_class, make_draft, model_part
 from .doctor_block import block_shifts
 from .doctor_measure import Acceptance, Recorder, Text, measure, record, write_texts
 from .doctor_mtp import mtp_shifts
@@ -341,7 +341,7 @@ def examine(args: argparse.Namespace) -> Diagnosis:
         parts: dict[str, Callable[[], Draft]] = {}
         if algorithm in UNIONS:
             parts["NGRAM"] = lambda: Ngram(num_nodes=num_steps + 1)
-            parts[algorithm] = lambda: union_of(algorithm, folder, sizes)
+            parts[algorithm] = lambda: make_draft(algorithm, folder, sizes)
         return diagnose(target, algorithm, as_is, make, shifts, parts)
 
 

@@ -15,9 +15,9 @@ from .algorithms import (
     UNIONS,
     algorithm_of,
     draft_class,
+    make_draft,
     model_part,
     one_of,
-    union_of,
 )
 from .arguments import add_flag, add_model, model_of
 from .tuning_flags import apply_tuning
@@ -25,7 +25,7 @@ from .tuning_flags import apply_tuning
 if TYPE_CHECKING:
     from ..engine import Draft
 
-
+UNION_NODES = 48  # of a union with the n-gram index, by default
 # Options of drafts that say how they are stored, and their flags.
 STORED_BY = {"draft_weights": "draft-model-quantization", "kv_dtype": "draft-kv-cache-dtype"}
 
@@ -228,9 +228,9 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
         return None
     if algorithm == "NGRAM":
         return Ngram(corpus=corpus) if nodes is None else Ngram(num_nodes=nodes, corpus=corpus)
-    if algorithm in UNIONS:
-        return union_of(algorithm, head, model | {"num_nodes": 48 if nodes is None else nodes}, corpus)
-    return draft_class(algorithm)(head, **model)
+    if algorithm in UNIONS and nodes is None:
+        model["num_nodes"] = UNION_NODES
+    return make_draft(algorithm, head, model, corpus)
 
 
 def own_draft(args: argparse.Namespace, path: str) -> Callable[[Any], Draft]:

@@ -27,8 +27,8 @@ from .algorithms import (
     UNIONS,
     algorithm_of,
     draft_class,
+    make_draft,
     model_part,
-    union_of,
 )
 from .engine_flags import options_of as engine_options
 from .progress import progress
@@ -207,10 +207,7 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
         draft: Draft | None = None
         if options.num_nodes > 1:
             given = {name: value for name, value in options._asdict().items() if value}
-            if algorithm in UNIONS:
-                draft = union_of(algorithm, folder, given)
-            else:
-                draft = draft_class(algorithm)(*([] if folder is None else [folder]), **given)
+            draft = make_draft(algorithm, folder, given)
         return Engine(model, draft, options=engine_options(args, adaptive=False, num_slots=max(args.batch)))
 
     complete = False
