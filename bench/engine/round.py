@@ -204,7 +204,7 @@ class Setup:
     draft_weights: str | None = None  # how the draft's are, "fp8" or "fp8-head"; None: in dtype
     implementation: str = "native"  # backend of the target
     cuda_graph: bool = True
-    custom_all_reduce: bool = False
+    custom_all_reduce: bool = True
     profile: bool = False  # also time the kernels of a round by name
     place: Place | None = None  # of this process among the ranks; None: it is alone
 
@@ -261,8 +261,7 @@ class Setup:
             **({} if self.draft_weights is None or not d.kind else {"draft_weights": self.draft_weights}),
             **({} if self.implementation == "native" else {"implementation": self.implementation}),
             **({} if self.cuda_graph else {"cuda_graph": False}),
-            **({} if self.place is None else {"tp": self.place.size}),
-            **({"custom_all_reduce": True} if self.custom_all_reduce else {}),
+            **({} if self.place is None else {"tp": self.place.size, "custom_all_reduce": self.custom_all_reduce}),
         }
 
 

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def start(function: Any, *arguments: Any) -> None:
 
 
 def make_engine(draft: str, **options: Any) -> Engine:
-    return Engine(tiny_model("target"), DRAFTS[draft](), **SIZES | {"custom_all_reduce": True} | options)
+    return Engine(tiny_model("target"), DRAFTS[draft](), **SIZES | options)
 
 
 def said(engine: Engine) -> list[list[int]]:
@@ -51,10 +51,10 @@ def said(engine: Engine) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def on_one_gpu() -> Iterator[list[list[int]]]:
-    """Yield what one GPU says, whatever drafts."""
+def on_one_gpu() -> list[list[int]]:
+    """Return what one GPU says, whatever drafts, unless they are drawn."""
     with make_engine("none") as engine:
-        yield said(engine)
+        return said(engine)
 
 
 def reduction_of(engine: Engine) -> Any:
@@ -77,8 +77,12 @@ def test_a_wait_for_a_rank_that_makes_no_call_ends_and_names_it(aborts: bool, tm
 def test_two_gpus_say_what_one_says(draft: str, on_one_gpu: list[list[int]]) -> None:
     with make_engine(draft, tp=2) as engine:
         assert isinstance(reduction_of(engine), SymmetricReduction)
-        assert said(engine) == on_one_gpu
+        on_two = said(engine)
         assert not reduction_of(engine).timed_out
+    if draft == "drawn":  # sampled text depends on where rounds begin
+        with make_engine(draft) as engine:
+            on_one_gpu = said(engine)
+    assert on_two == on_one_gpu
 
 
 def test_engines_one_after_another_sleep_and_wake(on_one_gpu: list[list[int]]) -> None:

@@ -61,7 +61,8 @@ class CapturedCalls:
         self.rank, self.size = reduction.exchange.rank, reduction.size
         self.x, self.residual = (torch.zeros(shape, dtype=dtype, device="cuda") for _ in range(2))
         self.parts = [self.x]
-        self.norm = RMSNorm(torch.randn(shape[1], device="cuda").to(dtype), EPS)
+        generator = torch.Generator("cuda").manual_seed(shape[1])  # a process's own generator has a seed of its own
+        self.norm = RMSNorm(torch.randn(shape[1], device="cuda", generator=generator).to(dtype), EPS)
         self.apart = torch.zeros(shape[0], 3, shape[1], dtype=dtype, device="cuda")
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -89,14 +90,15 @@ class CapturedCalls:
         pairs = [(self.normed[0], rows), (self.normed[1], sums), (self.sum, total)]
         pairs.append((self.gathered, torch.cat(self.parts, -1)))
         count = torch.stack([(ours != theirs).sum() for ours, theirs in pairs]).sum()
-        eps = torch.finfo(self.dtype).eps
-        bound = eps * torch.stack(self.parts).double().abs().sum(0) + 1e-30
+        info = torch.finfo(self.dtype)
+        eps, least = info.eps, info.smallest_normal * info.eps  # `least`: the distance of subnormal numbers
+        bound = eps * torch.stack(self.parts).double().abs().sum(0) + least
         exact_sum = exact + self.residual.double()
         scale = torch.rsqrt(exact_sum.square().mean(-1, keepdim=True) + EPS) * self.norm.weight.double()
         count += ((self.sum.double() - exact).abs() > bound).sum()
         most = (
             4 * scale.abs() * (bound + eps * exact_sum.abs() + eps * exact_sum.square().mean(-1, keepdim=True).sqrt())
-        )
+        ) + least
         return count + ((self.normed[0].double() - exact_sum * scale).abs() > most).sum()
 
 

@@ -34,7 +34,7 @@ class EngineFlag(NamedTuple):
 
     def value(self, given: Any) -> Any:
         """Return the option's value for what the parser read; None leaves the default."""
-        if self.option in ("cuda_graph", "prefix_cache"):  # flags that disable
+        if self.option in ("cuda_graph", "prefix_cache", "custom_all_reduce"):  # flags that disable
             return False if given else None
         if self.option == "dtype" and given is not None:
             import torch
@@ -93,9 +93,9 @@ FLAGS: dict[str, EngineFlag] = {
         {"type": int, "metavar": "N", "help": "GPUs of this host that the target is divided among (1)"},
         ("--tp-size", "--tensor-parallel-size"),
     ),
-    "--enable-custom-all-reduce": EngineFlag(
+    "--disable-custom-all-reduce": EngineFlag(
         "custom_all_reduce",
-        {"action": "store_true", "help": "with --tp, reduce small tensors by kernels of ours instead of NCCL"},
+        {"action": "store_true", "help": "with --tp, reduce small tensors by NCCL instead of kernels of ours"},
     ),
     "--enable-deterministic-inference": EngineFlag(
         "batch_invariant",
@@ -155,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         "--device",
         "--tp",
-        "--enable-custom-all-reduce",
+        "--disable-custom-all-reduce",
         "--enable-deterministic-inference",
         "--disable-radix-cache",
         "--disable-cuda-graph",

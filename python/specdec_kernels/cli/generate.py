@@ -64,7 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
         parser,
         "--device",
         "--tp",
-        "--enable-custom-all-reduce",
+        "--disable-custom-all-reduce",
         "--dtype",
         "--kv-cache-dtype",
         "--page-size",

@@ -148,7 +148,7 @@ def rank_facts(model: str, tp: int) -> dict[str, Any]:
     if torch.cuda.is_available():
         if torch.cuda.device_count() >= tp > 1:
             reason = why_not(range(tp))
-            reductions = f"NCCL ({reason})" if reason else "NCCL, or kernels with --enable-custom-all-reduce"
+            reductions = f"NCCL ({reason})" if reason else "kernels, or NCCL with --disable-custom-all-reduce"
         memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
         tokens = one.tokens(memory, 2)
         fits = tokens and f"KV of {tokens} tokens in 16 bits on {memory / 1e9:.0f} GB, without all else"

@@ -67,7 +67,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--seconds", type=float, default=300.0, metavar="S", help="start no measurement after this time (300)"
     )
-    add_engine_flags(parser, "--kv-cache-dtype", "--dtype", "--device", "--tp", "--enable-custom-all-reduce")
+    add_engine_flags(parser, "--kv-cache-dtype", "--dtype", "--device", "--tp", "--disable-custom-all-reduce")
     parser.add_argument("--out", metavar="FILE", help="write the measurements and the best options as JSON")
     parser.set_defaults(run=run)
 

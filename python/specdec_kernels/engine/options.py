@@ -126,10 +126,9 @@ class EngineOptions:
         "serve it until it closes the engine, and exit. The model must be a path or hub id. None: 1.",
     )
     custom_all_reduce: bool = option(
-        False,
+        True,
         "with tp on CUDA, reduce small tensors of captured rounds by kernels that write to the memory of the other "
-        "GPUs, if 2, 4 or 8 GPUs reach each other's memory. It is faster, and not proven where other processes use the "
-        "GPUs (docs/tensor_parallel.md). False: by NCCL.",
+        "GPUs, if 2, 4 or 8 GPUs reach each other's memory (docs/tensor_parallel.md). False: by NCCL, which is slower.",
     )
     implementation: str = option(
         "auto",

@@ -170,7 +170,7 @@ def open_ranks(
     work: Callable[[], Any],
     *,
     agreed: Mapping[str, str],
-    custom_all_reduce: bool = False,
+    custom_all_reduce: bool = True,
 ) -> Ranks:
     """Return this rank among all, once all are there; rank 0 starts the others if torchrun has not.
 
@@ -316,9 +316,7 @@ def attach(joining: Joining) -> _C.ReplayChannel:
     return channel
 
 
-def join(
-    joining: Joining, channel: _C.ReplayChannel, device: torch.device, *, custom_all_reduce: bool = False
-) -> Ranks:
+def join(joining: Joining, channel: _C.ReplayChannel, device: torch.device, *, custom_all_reduce: bool = True) -> Ranks:
     """Return the rank of a process that rank 0 has started."""
     size = joining.sizes["num_ranks"]
     store = store_of(size, joining.port, is_master=False)

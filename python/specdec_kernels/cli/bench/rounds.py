@@ -147,7 +147,7 @@ def add_command(bench: CommandParser) -> None:
     parser.add_argument(
         "--tp", type=at_least(1), metavar="N", help="GPUs that the target is divided among, by torchrun's ranks (1)"
     )
-    parser.add_argument("--enable-custom-all-reduce", action="store_true", help="with --tp, instead of NCCL")
+    parser.add_argument("--disable-custom-all-reduce", action="store_true", help="with --tp, reduce by NCCL")
     parser.add_argument("--profile", action="store_true", help="also time the kernels of a captured round, by name")
     add_tuning(parser)
     parser.set_defaults(run=run)
@@ -290,7 +290,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
             draft_weights=draft_weights,
             implementation=args.implementation,
             cuda_graph=not args.disable_cuda_graph,
-            custom_all_reduce=args.enable_custom_all_reduce,
+            custom_all_reduce=not args.disable_custom_all_reduce,
             profile=args.profile,
             place=place,
         )
