@@ -31,8 +31,8 @@ cuda=${SPECDEC_CUDA:-ON}
 venv=.venv
 bin=$venv/bin
 PATH=$PATH:/usr/local/cuda/bin
-# What wheels hold kernels for. Machine code runs on later minor versions too (80 on 86, 100 on 103, 120 on 121); 89 is
-# there for its conversion of 8-bit floats, and 120 also as PTX, for what comes after.
+# The GPUs that wheels have kernels for. Machine code runs on later minor versions too (80 on 86, 100 on 103, 120 on
+# 121); 89 is there for its conversion of 8-bit floats, and 120 also as PTX, for what comes after.
 all_architectures="80-real;89-real;90a-real;100-real;120"
 declare -A nvcc_is_in=(
   [cu12]="NVIDIA's packages cuda-{nvcc,cudart-dev,cccl,nvtx}-12-9;\
@@ -40,7 +40,7 @@ declare -A nvcc_is_in=(
   [cu13]="NVIDIA's packages cuda-{nvcc,cudart-dev,cccl,nvtx}-13-0"
 )
 
-# What pip cannot install, said before anything is made.
+# Check what pip cannot install, before anything is made.
 check_machine() {
   command -v "$python" >/dev/null || fail "there is no $python, expected Python 3.10 or later (PYTHON=... names another)"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||

@@ -327,7 +327,7 @@ class RoundClock:
 
 
 class SharedParts(NamedTuple):
-    """What a block drafter shares of the target."""
+    """The parts of the target that a block drafter shares."""
 
     config: Any
     embedding: nn.Embedding
@@ -577,12 +577,12 @@ class Bench:
 
     @property
     def state_specs(self) -> list[StateSpec]:
-        """What each recurrent layer of the target keeps of a request, on this rank."""
+        """The states of the target's recurrent layers for each request, on this rank."""
         return family_of(self.setup.shard.config(self.target.config)).state_specs(self.setup.dtype)
 
     @property
     def scratch_share(self) -> float:
-        """What recurrent layers keep beside a request's states, as a share of a copy of the states for each node."""
+        """The records of recurrent layers, as a share of a copy of a request's states for each node."""
         specs, num_nodes = self.state_specs, self.setup.drafting.num_nodes
         states = sum(spec.nbytes for spec in specs)
         return (sum(bytes_of(spec, 1, num_nodes) for spec in specs) - states) / (num_nodes * states)

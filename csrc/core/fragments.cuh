@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_transposed_matrices(uint32_t (&to)[4], cons
   cute::SM75_U16x8_LDSM_T::copy(*static_cast<const cute::uint128_t*>(row), to[0], to[1], to[2], to[3]);
 }
 
-// Return two bfloat16 numbers in a register, `low` in the lower half.
+// Return two bfloat16 values in a register, `low` in the lower half.
 __device__ __forceinline__ uint32_t bfloat16_pair(float low, float high) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

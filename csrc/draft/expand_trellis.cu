@@ -61,7 +61,7 @@ struct alignas(8) FoundNode {
   uint32_t link;  // parent's number << 16 | candidate, d * k + c; the root is number 0
 };
 
-// What a search keeps of the nodes that it has found, at fixed places of shared memory.
+// The nodes that a search has found, at fixed places of shared memory.
 template <class Node, int kSlots>
 struct Found {
   Node nodes[kSlots * kWarp + 1];  // the root is node 0

@@ -1,4 +1,4 @@
-// What the kernels of expand_trellis share: the costs of all steps of a trellis, in shared memory.
+// The part that the kernels of expand_trellis share: the costs of all steps of a trellis, in shared memory.
 //
 // The cost of a step is minus its log-probability: 0 or more, +inf for no step. So the bits of costs order as integers.
 //

@@ -54,7 +54,7 @@ struct MlaPlan {
   int tile_rows = 0;    // rows (query rows times heads) of a row tile: what one block computes at a time
   int tile_tokens = 0;  // KV rows of a KV tile
   int splits = 1;       // blocks that share the KV of a row tile if it is long; kWgmma: 1, or splits of fixed_split
-  // Of kWgmma, a persistent grid:
+  // For kWgmma, a persistent grid:
   int row_tiles = 1;         // row tiles that read the same KV in step, each in a block of its own
   int workers = 0;           // each of row_tiles blocks
   bool whole_items = false;  // one worker per work item: KV is not split

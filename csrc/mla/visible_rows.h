@@ -1,4 +1,4 @@
-// Which latent rows a query row attends to and where they are stored; used by both the CPU and the CUDA kernels.
+// The latent rows that a query row attends to, and where they are stored; used by both the CPU and the CUDA kernels.
 // Without index lists, attention/common/visibility.h says what is visible.
 #pragma once
 

@@ -12,7 +12,7 @@
 // The state is in registers, as accumulators of mma.sync: a warp has 16 values and half of the channels. Accumulators
 // have the layout of the next product's operand A, so no state and no U goes through shared memory. Rows stay bfloat16
 // as they came, and all factors (normalization, scale, beta, decays) are applied to sums. What is float32 is split into
-// bfloat16 numbers: the state, U and (I + A)^-1 into three, which hold all bits; two where only outputs depend on it.
+// bfloat16 values: the state, U and (I + A)^-1 into three, which hold all bits; two where only outputs depend on it.
 #include "core/copy_async.cuh"
 #include "core/fragments.cuh"
 #include "core/mma.cuh"
@@ -29,13 +29,13 @@ constexpr int kTiles = kRows / 8, kSteps = kRows / 16;  // of rows, as columns a
 constexpr int kSideThreads = 128, kSideWarps = 4;       // of the warps with the state, and of those that prepare chunks
 constexpr int kThreads = 2 * kSideThreads;
 constexpr int kStages = 3;      // chunks of rows: in use, being prepared, under way
-constexpr int kPadding = 8;     // bfloat16 numbers after a row, so that ldmatrix reads different banks
+constexpr int kPadding = 8;     // bfloat16 values after a row, so that ldmatrix reads different banks
 constexpr int kPreparing = 1;   // barriers: of the warps that prepare chunks,
 constexpr int kExchanging = 2;  // and of two warps with the same values (2 and 3)
 
 __device__ __forceinline__ float decay(float later, float earlier) { return expf(fminf(later - earlier, 0.0f)); }
 
-// Split two floats into kPieces bfloat16 numbers each, the first with the highest bits; three hold all bits.
+// Split two floats into kPieces bfloat16 values each, the first with the highest bits; three hold all bits.
 template <int kPieces>
 __device__ __forceinline__ void split(uint32_t (&pieces)[kPieces], float x, float y) {
 #pragma unroll
@@ -72,7 +72,7 @@ struct Rows {
   float g[kRows], beta[kRows];
 };
 
-// What a chunk's rows give without the state. Factors of the diagonal are in the matrices.
+// The results of a chunk's rows without the state. Factors of the diagonal are in the matrices.
 struct Prepared {
   BFloat16 inverse[3][kRows][kRows + kPadding];  // (I + A)^-1
   BFloat16 p[2][kRows][kRows + kPadding];        // the upper right quarter is not written

@@ -33,7 +33,7 @@ struct PendingPath {
   const int32_t* nodes = nullptr;
 };
 
-// What a slot's words say. They are loaded together, so that no load waits for another.
+// The words of a slot. They are loaded together, so that no load waits for another.
 struct SlotWords {
   int32_t count = 0, parity = 0, status = 0, prefix = 0;
 };

@@ -85,7 +85,7 @@ struct alignas(kLine) ReplayChannel::RankWords {
   char call[kName];  // that it makes
 };
 
-// How a rank gets on.
+// The progress of a rank.
 struct ReplayChannel::Pace {
   int64_t count = 0;
   int ticks = 0;  // since it has changed, while another rank had a larger count

@@ -14,7 +14,7 @@
 namespace specdec::scheduler {
 namespace {
 
-// Of a request of a large call, see Scheduler::queue.
+// For a request of a large call; see Scheduler::queue.
 constexpr int64_t kTurns = 2;
 
 std::vector<int32_t> checked_tokens(Check& check, const char* name, const std::vector<int64_t>& tokens) {

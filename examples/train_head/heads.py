@@ -15,7 +15,7 @@ Config = dict[str, Any]
 
 
 class Observed:
-    """What a target says of texts.
+    """The outputs of a target for texts.
 
     Attributes:
         tokens: [B, L], padded. features: [B, L, F], the hidden states that enter the feature layers.
@@ -116,7 +116,7 @@ class DecoderLayer(nn.Module):
 
 
 class Head(nn.Module, ABC):
-    """What the two kinds of heads share.
+    """The base of both kinds of heads.
 
     Args:
         config: of the checkpoint.

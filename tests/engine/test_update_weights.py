@@ -335,7 +335,7 @@ def test_what_is_no_weight_is_refused_by_name_and_nothing_changes() -> None:
             ),
             (
                 good | {name: tensors[name].to(torch.int8)}, None, ValueError,
-                f"weights['{name}'] is torch.int8, expected numbers of float32, float16 or bfloat16",
+                f"weights['{name}'] is torch.int8, expected float32, float16 or bfloat16",
             ),
             (
                 good, draft | {"norm.bias": draft["norm.weight"]}, ValueError,

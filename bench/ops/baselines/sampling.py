@@ -1,4 +1,4 @@
-"""How requests sample, as benchmarks give it to other packages' kernels."""
+"""Sampling parameters, as benchmarks give them to other packages' kernels."""
 
 from __future__ import annotations
 

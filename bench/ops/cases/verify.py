@@ -20,7 +20,7 @@ from .trees import random_tree
 WIDTH = 6  # accept row: five draft steps and the bonus token
 ACCEPTED = 3  # drafts of each path that is scored
 
-# How all requests sample, by the name of the `sampling` they are benchmarked under; None: greedily.
+# Sampling parameters of all requests, by the name of the benchmark's `sampling`; None: greedy.
 SAMPLING: dict[str, Sampling | None] = {
     "greedy": None,
     "top_k+top_p": Sampling(temperature=0.8, top_k=50, top_p=0.95),

@@ -99,7 +99,7 @@ class ClusterWgmma {
   using Scores = float[Ring::kTokens / 8][4];
   using Weights = uint32_t[Ring::kTokens / 16][4];
 
-  // Which tokens of a tile two rows attend to.
+  // The tokens of a tile that two rows attend to.
   struct TileMask {
     bool all;
     uint64_t bits[2];

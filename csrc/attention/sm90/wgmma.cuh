@@ -80,7 +80,7 @@ class WgmmaAttention {
   using Scores = float[kTokens / 8][4];
   using Weights = uint32_t[kTokens / 16][4];
 
-  // Which tokens of a tile two rows attend to.
+  // The tokens of a tile that two rows attend to.
   struct TileMask {
     bool all;
     uint64_t bits[kWords][2];

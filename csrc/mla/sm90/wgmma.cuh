@@ -108,7 +108,7 @@ class WgmmaAttention {
   using Weights = uint32_t[kTokens / 16][4];
   using Output = float[kHalf / 8][4];
 
-  // Which tokens of a tile two rows attend to.
+  // The tokens of a tile that two rows attend to.
   struct TileMask {
     bool all;
     uint64_t bits[2];

@@ -1,4 +1,4 @@
-"""What of the installed engines our plugins would take over. Imports none of them."""
+"""The parts of the installed engines that our plugins would take over. Imports none of them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ QUIET = Logger("specdec_kernels.quiet", CRITICAL + 1)  # for those who read the 
 
 @dataclass(frozen=True)
 class Takeover:
-    """What a plugin takes over.
+    """The parts that a plugin takes over.
 
     Attributes:
         found: the installed version, with its local label; None: it is not known.

@@ -57,7 +57,7 @@ ANYTHING = AcceptanceRates(0.0, 0.0)  # nothing is below it
 
 @dataclass(frozen=True)
 class DraftAcceptance:
-    """How much of what an engine drafts is accepted, over long windows, since its start or its last new weights.
+    """The share of an engine's drafts that is accepted, over long windows, since its start or its last new weights.
 
     Attributes:
         collapsed: the draft's acceptance has collapsed and not recovered.

@@ -1,4 +1,4 @@
-"""What an engine works out before it reads weights: sizes, names and the tokenizer; the same on all ranks."""
+"""Preparations of an engine before it reads weights: sizes, names and the tokenizer; the same on all ranks."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ SMALLEST_FLOAT, LARGEST_FLOAT = 2.0**-126, 3.4028234663852886e38  # of float32, 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is decoded: greedily at temperature 0, else by sampling from the target's distribution.
+    """The decoding of one request: greedily at temperature 0, else by sampling from the target's distribution.
 
     A draw depends only on the seed and the token's position. With the same seed a request has the same text, whatever
     the draft and the other requests of the batch.

@@ -35,7 +35,7 @@ OnUpdate = Callable[[list[Any]], None]
 
 
 class RequestHost(Protocol):
-    """What a request needs of the engine that runs it."""
+    """The engine, as far as a request that it runs needs it."""
 
     @property
     def detokenizer(self) -> Detokenizer | None:

@@ -1,4 +1,4 @@
-"""What the slot of a request gets when the request begins, apart from its tokens."""
+"""The state that the slot of a request gets when the request begins, apart from its tokens."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RankRuntime:
-    """What a rank of an engine runs on.
+    """The parts that a rank of an engine runs on.
 
     Attributes:
         config: with the pages that there are.
@@ -107,7 +107,7 @@ class RankRuntime:
 
 @dataclass
 class Runtime(RankRuntime):
-    """What an engine runs on: that of the rank with the scheduler."""
+    """The parts of the rank with the scheduler."""
 
     scheduler: _C.Scheduler
 
@@ -118,7 +118,7 @@ class Runtime(RankRuntime):
 
 @dataclass
 class FollowerRuntime(RankRuntime):
-    """What another rank runs on, which launches what the scheduler of rank 0 launches."""
+    """The parts of another rank, which launches what the scheduler of rank 0 launches."""
 
     replayer: _C.Replayer
 
@@ -129,7 +129,7 @@ class FollowerRuntime(RankRuntime):
 
 @dataclass(frozen=True)
 class RankSources:
-    """What a rank loads.
+    """The models that a rank loads.
 
     Attributes:
         model: the target, as for `Engine`, without its adapter.

@@ -84,7 +84,7 @@ def choice_of(*values: Object) -> Callable[[random.Random], Object]:
     return lambda rng: dict(rng.choice(values))
 
 
-# What breaks under speculation elsewhere. `Side.spelled` writes `regex` and `grammar` as the server's dialect does.
+# Features that speculation breaks elsewhere. `Side.spelled` writes `regex` and `grammar` as the server's dialect does.
 FEATURES: dict[str, Feature] = {
     # how the text begins
     "prefix": Feature(0.2, group="prompt"),
@@ -141,7 +141,7 @@ DEPTHS: tuple[Any, ...] = (1, 2, 4, 8, "on")
 
 @dataclass(frozen=True)
 class Limits:
-    """How long texts may be.
+    """The length limits of texts.
 
     Attributes:
         context: tokens of prompt and answer together.

@@ -74,7 +74,7 @@ class Counts:
 
 @dataclass
 class Result:
-    """What a run found.
+    """The findings of a run.
 
     Attributes:
         limit: the largest margin that rounding explains.

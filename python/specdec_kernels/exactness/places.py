@@ -46,7 +46,7 @@ Scored = tuple[list[int], list[dict[int, float]]]  # token ids of an answer, and
 
 
 class Judging(Protocol):
-    """What is needed of a judge."""
+    """The interface of a judge."""
 
     ours: Side
     theirs: Side

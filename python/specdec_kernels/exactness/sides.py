@@ -107,7 +107,7 @@ def open_side(endpoint: Endpoint, model: str | None, dialect: str) -> Side:
 
 @dataclass
 class Probe:
-    """What both servers know, and how much they round.
+    """The capabilities of both servers, and how much they round.
 
     Attributes:
         usable: features and endpoints that both accept.

@@ -1,4 +1,4 @@
-"""How ranks divide what a model keeps of a sequence: KV rows by heads, recurrent states by heads and channels."""
+"""The division of a model's caches among ranks: KV rows by heads, recurrent states by heads and channels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DividedDim(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheDivision:
-    """How ranks divide what a model keeps of a sequence, and how they exchange it.
+    """The division of a model's caches among ranks, and their exchange.
 
     Latent rows, and states of convolutions without heads, are replicated.
 

@@ -16,7 +16,7 @@ from ..ops import mla_tree_attention, move_kv, rope_qkv_write_kv, tree_attention
 
 @dataclass(frozen=True)
 class KvLayout(ABC):
-    """What a layer keeps of each token in paged pools, and the ops that work on it.
+    """The rows that a layer keeps of each token in paged pools, and the ops that work on it.
 
     A layout is a frozen dataclass: layers with equal layouts share pools. Ops take the arguments of `PagedBatch` by
     name.
@@ -25,7 +25,7 @@ class KvLayout(ABC):
     @property
     @abstractmethod
     def window(self) -> int | None:
-        """How many rows see a token, from its own on; None: all later ones."""
+        """The number of rows that attend to a token, from its own on; None: all later ones."""
 
     @property
     @abstractmethod
@@ -39,7 +39,7 @@ class KvLayout(ABC):
 
     @property
     def scale_names(self) -> tuple[str, ...]:
-        """What checkpoints with FP8 KV call each pool's scale: "k" or "v"."""
+        """The name of each pool's scale in checkpoints with FP8 KV: "k" or "v"."""
         return tuple(self.row_shapes)
 
     @abstractmethod

@@ -16,14 +16,14 @@ from .weights.update import Update
 
 
 class States(NamedTuple):
-    """What a forward pass returns of its rows."""
+    """The result of a forward pass for its rows."""
 
     hidden: Tensor  # [*tokens, H], after the final norm
     features: Tensor | None  # [*tokens, len(feature_layers) * H], concatenated; None: there are no feature layers
 
 
 class Prefilled(NamedTuple):
-    """What a prefill returns."""
+    """The result of a prefill."""
 
     hidden: Tensor | None  # [R, H], after the final norm, of the last rows; None: no last rows were asked for
     features: Tensor | None  # as in `States`, of all rows

@@ -40,7 +40,7 @@ class RecurrenceSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What a layer keeps of each sequence, whatever its length."""
+    """The state that a layer keeps of each sequence, of any length."""
 
     conv: ConvSpec
     recurrence: RecurrenceSpec | None = None

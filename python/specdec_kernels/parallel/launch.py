@@ -1,4 +1,4 @@
-"""Where ranks come from: torchrun started them all, or rank 0 starts the others.
+"""The start of ranks: torchrun started them all, or rank 0 starts the others.
 
 The ranks of an engine are processes of one host, each with a GPU of its own, or all on the CPU.
 """
@@ -41,7 +41,7 @@ SECONDS_TO_START = 300.0  # until a rank has imported what it needs
 SECONDS_TO_END = 20.0  # until a rank that was closed has ended
 GRACE = 2.0  # seconds after a failure, in which ranks end by themselves
 logger = logging.getLogger(__name__)
-# What a started process runs: it finds modules where rank 0 does.
+# The code of a started process: it finds modules where rank 0 does.
 WORKER = """
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
@@ -51,7 +51,7 @@ main()
 
 
 class Place(NamedTuple):
-    """Which of the ranks this process is.
+    """The place of this process among the ranks.
 
     Attributes:
         rank: of this process.
@@ -139,7 +139,7 @@ class Memory:
 
 
 class Joining(NamedTuple):
-    """What a rank that rank 0 has started gets from it.
+    """The message from rank 0 to a rank that it has started.
 
     Attributes:
         rank: of the process.

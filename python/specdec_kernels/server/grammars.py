@@ -177,7 +177,7 @@ class GrammarCompiler:
 
     @property
     def trouble(self) -> str:
-        """What keeps grammars from being compiled, or ""."""
+        """The reason why grammars cannot be compiled, or ""."""
         late = sum(deadline < time.monotonic() for deadline in self._deadlines.values())
         return f"{late} grammars are compiled for longer than their time, expected none" if late else ""
 

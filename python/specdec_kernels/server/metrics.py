@@ -18,7 +18,7 @@ from ..status import FinishReason
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-# Of each request that ended; the name of vLLM, what it counts, and its buckets.
+# Histograms over requests that ended: vLLM's name, the quantity, and its buckets.
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token", SECONDS),
     "inter_token_latency_seconds": ("Between two chunks of tokens of a request", SECONDS),

@@ -69,7 +69,7 @@ def vllm_logprobs(
 
 @dataclass(frozen=True)
 class EchoedPrompt:
-    """What a completion with `echo` begins with.
+    """The beginning of a completion with `echo`.
 
     Attributes:
         text: of the prompt, as it was given.

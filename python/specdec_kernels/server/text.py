@@ -87,7 +87,7 @@ class TokenEnds:
 
     @property
     def last(self) -> int:
-        """Where the last token ends."""
+        """The end of the last token."""
         return self._ends[-1]
 
     def count(self, begin: int, end: int | None) -> int:

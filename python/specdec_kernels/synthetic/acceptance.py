@@ -1,4 +1,4 @@
-"""How often a synthetic draft is right: at even distances, or as published drafters are on texts of a domain.
+"""The acceptance of synthetic drafts: at even distances, or as published drafters are on texts of a domain.
 
 After each token of the synthetic text, a draft proposes some of the tokens ahead. The next token is right, the others
 are wrong. An acceptance gives their logits: a table [text length, candidates], column d - 1 for the token d ahead.
@@ -69,7 +69,7 @@ ACCEPT_LENGTHS_BY_CONTEXT = (2.30, 2.04, 1.86, 1.69, 1.40, 1.29, 1.16, 1.09, 1.0
 
 
 class Acceptance(Protocol):
-    """How often drafts are right, as logits of their candidates."""
+    """The acceptance of drafts, as logits of their candidates."""
 
     @property
     def name(self) -> float | str:

@@ -1,4 +1,4 @@
-"""`specdec bench forward`: time the target's forward pass, and its matrix products alone."""
+"""`specdec bench forward`: time the target's forward pass, and its GEMMs alone."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def add_command(bench: CommandParser) -> None:
     """Add the benchmark's parser."""
     parser = bench.add_command(
         "forward",
-        description="Time the target's forward pass and its matrix products alone, on a GPU: what is left to gain in a "
-        "round.",
+        description="Time the target's forward pass and its GEMMs alone, on a GPU: what is left to gain in a round.",
     )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b", help="shape of the target (qwen3-8b)")
     parser.add_argument("--layers", type=at_least(1), metavar="N", help="layers of the target (the shape's)")

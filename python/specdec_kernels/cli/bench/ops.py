@@ -61,7 +61,7 @@ benchmarks:
   OP ...                  time ops; `all`: every op; `specdec bench` lists them with their parameters
   FILE.json               print a recorded run, plot it (--plot), compare it (--baseline)
   round                   rounds of the engine on synthetic models
-  forward                 the target's forward pass, and its matrix products alone
+  forward                 the target's forward pass, and its GEMMs alone
   ngram-replay            drafts of the n-gram index on a text
   engines                 this engine, SGLang and vLLM on the same checkpoints
   server                  a server, and the engine that it serves

@@ -1,4 +1,4 @@
-"""Which attention runs in an SGLang that is asked for `specdec`: ours, or SGLang's own.
+"""The attention that runs in an SGLang that is asked for `specdec`: ours, or SGLang's own.
 
 The choice is made while SGLang resolves its arguments, before it reads anything that depends on the name of an
 attention backend: page sizes, CUDA graphs, caches and workers then are what the chosen attention gets.

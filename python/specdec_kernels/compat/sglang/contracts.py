@@ -1,4 +1,4 @@
-"""What the plugin relies on in SGLang's source, by part and version, and what differs between versions.
+"""The parts of SGLang's source that the plugin relies on, by version, and the differences between versions.
 
 `packaging/read_contracts.py` records what the contracts read in a release; `tests/compat/contracts` has the records.
 """
@@ -18,7 +18,7 @@ VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"
 
 @dataclass(frozen=True)
 class Host:
-    """What differs between versions.
+    """The differences between versions.
 
     Attributes:
         tree_kernels: the module of `build_tree_kernel_efficient` and `verify_tree_greedy`.
@@ -81,7 +81,7 @@ class Host:
         return "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
 
 
-# What each version changed. The first has the defaults.
+# The changes of each version. The first has the defaults.
 CHANGES: dict[str, dict[str, Any]] = {
     "0.5.18": {
         "width_parameters": ("phase", "spec_algorithm", "is_draft_worker", "num_draft_tokens"),
@@ -211,7 +211,7 @@ def parts_of(version: str) -> tuple[Part, ...]:
     hybrid_models = Part(
         "hybrid models",
         (
-            # What it calls of the attention that it holds, and how it numbers layers.
+            # The functions that it calls of the attention that it holds, and its numbers of layers.
             *(same(place) for place in DIGESTS if place.startswith(hybrid_places)),
             Names(hybrid_pool, ("full_kv_pool", "full_attention_layer_id_mapping")),
             Lines(f"{hybrid_pool}.__init__", "MHATokenToKVPool"),

@@ -1,4 +1,4 @@
-"""What the drafter relies on in TensorRT-LLM's sources."""
+"""The parts of TensorRT-LLM's sources that the drafter relies on."""
 
 from __future__ import annotations
 

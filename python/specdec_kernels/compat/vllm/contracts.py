@@ -1,4 +1,4 @@
-"""What the plugin and the proposer rely on in vLLM's sources, for each tested version."""
+"""The parts of vLLM's sources that the plugin and the proposer rely on, for each tested version."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Change:
         return VERSIONS.index(self.since) <= VERSIONS.index(version) < ended
 
 
-# What changed between the tested versions.
+# The changes between the tested versions.
 CHANGES = (
     # The layout of a cache, which vLLM then asked of each backend.
     Change(

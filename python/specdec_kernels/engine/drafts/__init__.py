@@ -1,4 +1,4 @@
-"""What proposes a round's tree: one class per method, all with the interface of `Draft`."""
+"""Proposers of a round's tree: one class per method, all with the interface of `Draft`."""
 
 from .base import Draft, DraftBudget, DraftRequest
 from .block import DFlash, DFlash2, DSpark, JetSpec

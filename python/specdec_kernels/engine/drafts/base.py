@@ -13,7 +13,7 @@ from .proposal import Committed, Proposal, makes_valid_trees, no_candidates
 
 
 class DraftBudget(NamedTuple):
-    """What a round may spend on drafting for each of its requests.
+    """The budget of a round for drafting for each of its requests.
 
     Attributes:
         num_nodes: most nodes of a tree, the root included: 1 to `Needs.num_nodes`. 1: nothing is drafted.
@@ -43,7 +43,7 @@ class DraftRequest(NamedTuple):
 
 
 class Draft:
-    """What proposes a round's trees. The base class proposes nothing, which is plain decoding.
+    """A proposer of a round's trees. The base class proposes nothing, which is plain decoding.
 
     Its user makes a draft with options; it has loaded nothing. An engine asks for its `needs` and opens it with the
     target. From then on the engine calls, for each slot, `begin`, `prefill` for each chunk of the prompt, `activate`,

@@ -38,7 +38,7 @@ FOLDER_IN_TARGET = "dspark"  # of a drafter that a vendor ships with a target
 
 @dataclass
 class BlockDraft(CalibratedDraft):
-    """What the kinds of block drafters share; each has a class of heads.
+    """The base of all kinds of block drafters; each has a class of heads.
 
     Where positions are predicted by themselves, or with scores of pairs of neighbors, the block is a trellis of
     candidates, and the tree is its best paths. Where a state is carried along the path, and where drafts are drawn, it
@@ -89,7 +89,7 @@ class BlockDraft(CalibratedDraft):
 
     @property
     def source(self) -> str | Path | HeadCheckpoint | BlockHead:
-        """Where the head is."""
+        """The place of the head."""
         return self.head
 
     def find_source(self, target: Any) -> None:

@@ -1,4 +1,4 @@
-"""What drafts with a model have in common: the model's pools and weights, and scores calibrated from acceptance."""
+"""The base of drafts with a model: the model's pools and weights, and scores calibrated from acceptance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft can do beyond `Draft`: a class for each capability, from which drafts that have it inherit too."""
+"""Capabilities of drafts beyond `Draft`: a class for each capability, from which drafts that have it inherit too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine shows its drafts: protocols, which the engine's state and prefill passes satisfy."""
+"""The view of an engine that its drafts have: protocols, which the engine's state and prefill passes satisfy."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PrefillRows(Protocol):
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a draft finds when an engine opens it.
+    """The engine that opens a draft, as the draft sees it.
 
     Attributes:
         target: the model it drafts for, loaded.

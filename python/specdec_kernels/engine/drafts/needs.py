@@ -1,4 +1,4 @@
-"""What an engine provides for a draft, known before any weight is loaded."""
+"""The resources that an engine provides for a draft, known before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AttentionCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Needs:
-    """What an engine provides for a draft.
+    """The resources that an engine provides for a draft.
 
     Attributes:
         num_nodes: N, most nodes of a tree, the root included: 1 to 256.

@@ -1,4 +1,4 @@
-"""What passes between a draft and a round: what is proposed, and what the round made of it."""
+"""Values that pass between a draft and a round: the proposal, and what was committed of it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Proposal(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What a round made of its trees."""
+    """The result of a round's trees."""
 
     accepted: Accepted  # all that was emitted, as `commit_tokens` left it
     num_valid: Tensor  # [B] int32: of these, what draft state follows; 0 where a row is empty, stalled or finished

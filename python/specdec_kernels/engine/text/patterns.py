@@ -21,7 +21,7 @@ else:
 
 ANYTHING = r"(?s:.*)"
 DOT = r"[^\n\r\x{2028}\x{2029}]"
-# Of a class of characters: those that both languages have in it, and those that one of them has, within brackets.
+# The characters of a class: those that both languages have in it, and those that one of them has, within brackets.
 CATEGORIES = {
     op.CATEGORY_DIGIT: ("0-9", r"\p{Nd}"),
     op.CATEGORY_SPACE: (r" \t\n\r\x0b\x0c", r"\s\x1c-\x1f\x{85}\x{feff}"),

@@ -51,7 +51,7 @@ class Temperature(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """What is fixed about one attention call of a pass. Every pass makes the same calls in the same order."""
+    """The fixed properties of one attention call of a pass. Every pass makes the same calls in the same order."""
 
     module: nn.Module
     q_heads: int

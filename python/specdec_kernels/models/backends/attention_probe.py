@@ -13,7 +13,7 @@ from .attention_hook import AttentionSpec, MaskKind, UnsupportedModel, marker_li
 from .module_copy import accepted
 from .module_swaps import is_rotation_of_halves
 
-# What models pass to an attention function that has no bearing on the result of ours.
+# Arguments of attention functions that do not change the result of ours.
 NEUTRAL = (
     "position_ids",
     "cache_position",
@@ -106,7 +106,7 @@ class AttentionProbe:
 
 
 class ProbedPass(NamedTuple):
-    """What one pass has shown of a model."""
+    """The observations of one pass of a model."""
 
     specs: list[AttentionSpec]
     outputs: dict[str, Any]  # of each module that ran, by its path

@@ -1,4 +1,4 @@
-"""What all backends share: the module of transformers, which holds the weights, and KV pools."""
+"""The base of all backends: the module of transformers, which holds the weights, and KV pools."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def states_of(config: Any) -> str | None:
 
 
 class BackendSummary(NamedTuple):
-    """How the layers of a model would run, in words."""
+    """The backends of a model's layers, in words."""
 
     implementation: str
     layers: str

@@ -1,4 +1,4 @@
-"""What a rank holds of a model that is divided, from the model's config alone."""
+"""The share of a rank in a divided model, from the model's config alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .native import check_supported
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of a model, the largest share if they differ.
+    """The share of one rank in a model, the largest if they differ.
 
     Attributes:
         weights: bytes in the config's dtype; None: of a quantized checkpoint, whose scales the config does not tell.

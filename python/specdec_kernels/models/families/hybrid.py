@@ -1,4 +1,4 @@
-"""What families with recurrent layers share."""
+"""The base of families with recurrent layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families with multi-head latent attention share."""
+"""The base of families with multi-head latent attention."""
 
 from __future__ import annotations
 

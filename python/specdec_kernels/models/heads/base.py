@@ -60,7 +60,7 @@ class HeadOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a head's layers have, as tensors show it.
+    """The parts of a head's layers, as tensors show them.
 
     Attributes:
         num_layers: the number of layers, each with KV of its own.
@@ -146,7 +146,7 @@ def rotated_part(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class HeadStorage:
-    """How a head keeps its weights and its KV.
+    """The storage of a head's weights and KV.
 
     Attributes:
         weights: "fp8": linears of the head's own are quantized when it is loaded, by `Fp8Weight.of_rows`; the target's

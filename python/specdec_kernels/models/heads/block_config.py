@@ -127,7 +127,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """What a block drafter computes beyond the layers of its language model.
+    """The computation of a block drafter beyond the layers of its language model.
 
     Attributes:
         block_size: rows of a block, the root's included.

@@ -40,7 +40,7 @@ UNUSED = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weigh
 
 @dataclass(frozen=True)
 class HeadCheckpoint:
-    """Where a draft head is stored.
+    """The place where a draft head is stored.
 
     Attributes:
         source: a folder or hub id.

@@ -26,7 +26,7 @@ PLAIN = HeadStorage()
 
 
 class SharingTarget(Protocol):
-    """What a head's checkpoint is checked against, and may share."""
+    """The parts of the target that a head's checkpoint is checked against, and may share."""
 
     @property
     def config(self) -> Any: ...

@@ -40,7 +40,7 @@ def reordered(linear: Any, order: list[int], device: torch.device) -> Projection
 
 
 class HeadLayout:
-    """Where the elements of a model's heads stand in our linears and pools, so that kernels compute what it does.
+    """The places of the elements of a model's heads in our linears and pools, so that kernels compute what it does.
 
     `rope_qkv_write_kv` rotates element i of a head with element i + D / 2, all of them, and kernels know D of 64, 128
     and 256. Other models have the same elements in another order: rows of the projections are permuted so that each

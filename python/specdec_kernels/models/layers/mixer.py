@@ -23,7 +23,7 @@ class Mixer(Protocol):
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the mixer keeps: KV rows of each token, or a state of each sequence."""
+        """The cache that the mixer needs: KV rows of each token, or a state of each sequence."""
 
     def write_cache(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> Any:
         """Update the cache with normalized rows x [T, in], without their outputs."""

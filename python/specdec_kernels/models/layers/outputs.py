@@ -11,7 +11,7 @@ from .reduction import Reduction
 
 
 class ExpertOutputs(NamedTuple):
-    """What the top-k experts of each row return, and their routing weights."""
+    """The outputs of the top-k experts of each row, and their routing weights."""
 
     outputs: Tensor  # [T * top_k, H], those of a row next to each other
     weights: Tensor  # [T, top_k] float32

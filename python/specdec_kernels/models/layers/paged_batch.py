@@ -55,7 +55,7 @@ class PagedBatch(NamedTuple):
     fixed_split: int | None = None
     max_kv_len: int | None = None  # bounds prefix + tail of every request; None: the page table's capacity
     window_tables: Mapping[int, Tensor] = MappingProxyType({})  # [num_slots, max_pages] by the layers' window
-    # Of recurrent layers, where requests are cut into pieces with prefixes of their own; None: as `as_sequences` says.
+    # For recurrent layers, where requests are cut into pieces with prefixes of their own; None: as `as_sequences` says.
     sequences: Sequences | None = None
     # Together all KV rows of a prefill, where latent attention is to expand them; empty: it does not.
     latent_blocks: Sequence[LatentBlock] = ()

@@ -132,7 +132,7 @@ def heads_of(rows: Tensor, count: int) -> Tensor:
 
 @dataclass
 class RecurrentMixer:
-    """What recurrent mixers share: `attach_caches` sets `cache` once the model has its states."""
+    """The base of recurrent mixers: `attach_caches` sets `cache` once the model has its states."""
 
     conv: Conv
     out: Linear

@@ -1,4 +1,4 @@
-"""How the partial sums of a linear whose inputs are divided among ranks become whole."""
+"""Reductions of the partial sums of a linear whose inputs are divided among ranks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds column i
 
 
 class Scheme(NamedTuple):
-    """How a checkpoint stores its quantized linears.
+    """The format of a checkpoint's quantized linears.
 
     Attributes:
         tensors: names of the tensors of each, which follow its path. optional: of those that may exist too.
@@ -134,12 +134,12 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
         raise Unsupported(f"weights: block_structure is {weights.get('block_structure')}, expected {[GROUP, GROUP]}")
 
     def weight(tensors: Tensors) -> QuantizedWeight:
-        numbers, scale = tensors["weight"], tensors["weight_scale"]
+        elements, scale = tensors["weight"], tensors["weight_scale"]
         if weights["strategy"] == "block":
-            return of_blocks(numbers, scale, activations)
-        rows = scale.float().reshape(-1, 1).expand(len(numbers), 1).contiguous()
+            return of_blocks(elements, scale, activations)
+        rows = scale.float().reshape(-1, 1).expand(len(elements), 1).contiguous()
         given = tensors["input_scale"].float().reshape(1) if activations == "static" else None
-        return Fp8Weight(expect_fp8(numbers), rows, activations, input_scale=given)
+        return Fp8Weight(expect_fp8(elements), rows, activations, input_scale=given)
 
     needed = {"weight", "weight_scale"} | ({"input_scale"} if activations == "static" else set())
     return Scheme(frozenset(needed), frozenset({"weight_zero_point"}), "weight_scale", weight, Fp8Weight, activations)
@@ -155,9 +155,9 @@ def packed(config: Mapping[str, Any], weights: Mapping[str, Any], inputs: object
         raise Unsupported("input_activations are given, expected none beside weights of 4 bits")
 
     def weight(tensors: Tensors) -> QuantizedWeight:
-        numbers = nibbles(tensors["weight_packed"])[:, : int(tensors["weight_shape"][1])]
+        elements = nibbles(tensors["weight_packed"])[:, : int(tensors["weight_shape"][1])]
         scales = tensors["weight_scale"].float()
-        return Int4Weight.pack(numbers, torch.full_like(scales, 8, dtype=torch.uint8), scales)
+        return Int4Weight.pack(elements, torch.full_like(scales, 8, dtype=torch.uint8), scales)
 
     needed = frozenset({"weight_packed", "weight_scale", "weight_shape"})
     return Scheme(needed, frozenset(), "weight_packed", weight, Int4Weight)
@@ -167,17 +167,17 @@ def gptq(config: Mapping[str, Any]) -> Scheme:
     """Read GPTQ (Frantar et al., arXiv 2210.17323). Its first format stores zero points less one."""
     expect(config, bits=4, checkpoint_format=("gptq", "gptq_v2", None))
     if config.get("dynamic"):
-        raise Unsupported("dynamic is given, expected one number of bits for all products")
+        raise Unsupported("dynamic is given, expected one number of bits for all linears")
     less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
     def weight(tensors: Tensors) -> QuantizedWeight:
-        numbers = nibbles(tensors["qweight"].t()).contiguous()
+        elements = nibbles(tensors["qweight"].t()).contiguous()
         zeros, scales = nibbles(tensors["qzeros"]) + less, tensors["scales"].float()
         columns = tensors.get("g_idx")
-        size = numbers.shape[1] // len(scales)
-        even = torch.arange(numbers.shape[1], device=numbers.device) // max(size, 1)
-        ordered = columns is None or (numbers.shape[1] % len(scales) == 0 and torch.equal(columns.int(), even.int()))
-        return Int4Weight.pack(numbers, zeros.t(), scales.t(), None if ordered else columns)
+        size = elements.shape[1] // len(scales)
+        even = torch.arange(elements.shape[1], device=elements.device) // max(size, 1)
+        ordered = columns is None or (elements.shape[1] % len(scales) == 0 and torch.equal(columns.int(), even.int()))
+        return Int4Weight.pack(elements, zeros.t(), scales.t(), None if ordered else columns)
 
     return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset({"g_idx"}), "qweight", weight, Int4Weight)
 
@@ -189,24 +189,25 @@ def awq(config: Mapping[str, Any]) -> Scheme:
         raise Unsupported(f"version is {config.get('version', config.get('format'))!r}, expected 'gemm'")
 
     def weight(tensors: Tensors) -> QuantizedWeight:
-        numbers, zeros = (in_order(nibbles(tensors[name])) for name in ("qweight", "qzeros"))
-        return Int4Weight.pack(numbers.t().contiguous(), zeros.t(), tensors["scales"].t())
+        elements, zeros = (in_order(nibbles(tensors[name])) for name in ("qweight", "qzeros"))
+        return Int4Weight.pack(elements.t().contiguous(), zeros.t(), tensors["scales"].t())
 
     return Scheme(frozenset({"qweight", "qzeros", "scales"}), frozenset(), "qweight", weight, Int4Weight)
 
 
-def of_blocks(numbers: Tensor, scales: Tensor, activations: str) -> Fp8Weight:
+def of_blocks(elements: Tensor, scales: Tensor, activations: str) -> Fp8Weight:
     """Return the weight of FP8 elements with a scale for each block."""
-    outs, ins = numbers.shape
+    outs, ins = elements.shape
     if list(scales.shape) != [-(-outs // GROUP), -(-ins // GROUP)]:
-        raise ValueError(f"scales of shape {list(scales.shape)} for {outs} by {ins} numbers, expected one a block")
-    return Fp8Weight(expect_fp8(numbers), column_major(scales.float().repeat_interleave(GROUP, 0)[:outs]), activations)
+        blocks = f"expected one for each block of {GROUP} x {GROUP}"
+        raise ValueError(f"scales of shape {list(scales.shape)} for {outs} by {ins} elements, {blocks}")
+    return Fp8Weight(expect_fp8(elements), column_major(scales.float().repeat_interleave(GROUP, 0)[:outs]), activations)
 
 
-def expect_fp8(numbers: Tensor) -> Tensor:
-    if numbers.dtype != FP8:
-        raise ValueError(f"a weight of {numbers.dtype}, expected {FP8}")
-    return numbers
+def expect_fp8(elements: Tensor) -> Tensor:
+    if elements.dtype != FP8:
+        raise ValueError(f"a weight of {elements.dtype}, expected {FP8}")
+    return elements
 
 
 def nibbles(words: Tensor) -> Tensor:
@@ -215,6 +216,6 @@ def nibbles(words: Tensor) -> Tensor:
     return ((words.int()[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
-def in_order(numbers: Tensor) -> Tensor:
+def in_order(elements: Tensor) -> Tensor:
     """Reorder the columns of AWQ's words."""
-    return numbers.view(len(numbers), -1, 8)[..., list(AWQ_ORDER)].flatten(1)
+    return elements.view(len(elements), -1, 8)[..., list(AWQ_ORDER)].flatten(1)

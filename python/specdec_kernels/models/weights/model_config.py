@@ -173,7 +173,7 @@ def keeps_experts(scheme: Scheme, model_type: str) -> bool:
 
 
 class Storage(NamedTuple):
-    """How an engine keeps a checkpoint's linears and experts, in words."""
+    """The formats in which an engine keeps a checkpoint's linears and experts, in words."""
 
     linears: str
     experts: str | None  # None: it has none

@@ -30,7 +30,7 @@ COMMON = {
     "q_norm": "norm", "k_norm": "kv_norm",
 }  # fmt: skip
 
-# What transformers' plans call linears that are divided alike.
+# Names in transformers' plans of linears that are divided in the same way.
 ALIASES = {"colwise_gather_output": "colwise", "rowwise_split_input": "rowwise"}
 
 
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a rank keeps of a tensor."""
+    """The part of a tensor that a rank keeps."""
 
     cut: Cut
     shape: tuple[int, ...]  # of the whole
@@ -82,7 +82,7 @@ def prefix_of(model: Any) -> str:
 
 
 class Division:
-    """How one rank divides a module.
+    """The division of a module by one rank.
 
     Args:
         config: of the whole model.

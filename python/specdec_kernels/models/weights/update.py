@@ -64,7 +64,7 @@ def expect_floats(weights: Mapping[str, Tensor], name: str) -> None:
     """Raise a ValueError for a tensor that is not of 16-bit or 32-bit floats."""
     for key, tensor in weights.items():
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise ValueError(f"{name}[{key!r}] is {tensor.dtype}, expected numbers of float32, float16 or bfloat16")
+            raise ValueError(f"{name}[{key!r}] is {tensor.dtype}, expected float32, float16 or bfloat16")
 
 
 class Skeleton:

@@ -96,7 +96,7 @@ def reasoning_parser_for(template: str) -> str | None:
 
 @dataclass(frozen=True)
 class Format:
-    """How a model writes reasoning and tool calls.
+    """The format of a model's reasoning and tool calls.
 
     Attributes:
         tools: name of the tool parser.

@@ -1,4 +1,4 @@
-"""What generated text consists of (text, reasoning, tool calls), and what its parsers share."""
+"""The items of generated text (text, reasoning, tool calls), and the base of their parsers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Parser(Protocol):
 
     @property
     def reasoning_spans(self) -> Sequence[Span]:
-        """Where the text so far is reasoning, tags included."""
+        """The ranges of the text so far that are reasoning, tags included."""
         ...
 
 

@@ -10,7 +10,7 @@ from .items import Item, Parser, Reasoning, Span, first_tag, held_back
 
 
 class ReasoningTags(NamedTuple):
-    """How a family of models marks reasoning.
+    """The marks of reasoning in a family of models.
 
     Attributes:
         begin, end: the tags around it.

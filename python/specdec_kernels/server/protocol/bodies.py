@@ -290,7 +290,7 @@ class RequestBody(Body):
 
 
 class Reasoning(Body):
-    """How much to reason, as OpenRouter and SGLang take it. `exclude`: leave the reasoning out of the answer."""
+    """The reasoning effort, as OpenRouter and SGLang take it. `exclude`: leave the reasoning out of the answer."""
 
     effort: Effort | None = None
     enabled: StrictBool | None = None

@@ -94,7 +94,7 @@ Summary = Annotated[Literal["auto", "concise", "detailed"], Expected('"auto", "c
 
 
 class ReasoningOptions(Body):
-    """How much to reason. A summary may be asked for: the reasoning itself is returned."""
+    """The reasoning effort. A summary may be asked for: the reasoning itself is returned."""
 
     effort: Effort | None = None
     summary: Summary | None = None

@@ -22,7 +22,7 @@ ID = "response_id"
 
 
 class Host(Protocol):
-    """What these endpoints need of the server."""
+    """The server that these endpoints need."""
 
     engine: Engine
     settings: Settings
