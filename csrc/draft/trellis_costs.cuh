@@ -18,7 +18,6 @@ namespace specdec::draft {
 
 constexpr int kTile = 16, kColumns = 8, kChunk = 8, kStep = 32;  // of tensor-core products
 constexpr int kPerLane = 4;                                      // candidates of a lane that normalises
-constexpr int kMostLanes = static_cast<int>(kMaxTopk) / kPerLane;
 
 // The costs of a block's positions: one row per position and predecessor, or one per position without transitions.
 // Position d of a cluster of blocks belongs to block d % size; a row is padded to a multiple of 4.

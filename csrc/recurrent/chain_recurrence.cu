@@ -19,6 +19,7 @@
 #include "core/warp.cuh"
 #include "recurrent/block_path.cuh"
 #include "recurrent/chain_recurrence.h"
+#include "recurrent/float4.cuh"
 
 namespace specdec::recurrent {
 namespace {
@@ -32,8 +33,6 @@ constexpr int kStages = 3;      // chunks of rows: in use, being prepared, under
 constexpr int kPadding = 8;     // bfloat16 values after a row, so that ldmatrix reads different banks
 constexpr int kPreparing = 1;   // barriers: of the warps that prepare chunks,
 constexpr int kExchanging = 2;  // and of two warps with the same values (2 and 3)
-
-__device__ __forceinline__ float decay(float later, float earlier) { return expf(fminf(later - earlier, 0.0f)); }
 
 // Split two floats into kPieces bfloat16 values each, the first with the highest bits; three hold all bits.
 template <int kPieces>

@@ -13,6 +13,7 @@
 #include "core/warp.cuh"
 #include "recurrent/block_path.cuh"
 #include "recurrent/chain_recurrence.h"
+#include "recurrent/float4.cuh"
 #include "recurrent/tree_pass.h"
 #include "recurrent/tree_recurrence.h"
 
@@ -26,8 +27,6 @@ constexpr int kStateRows = 4;  // of a lane
 constexpr int kWarpRows = 4;   // of a chunk, whose sums a warp computes together
 static_assert(kWarps * kWarpRows == kChunkRows);
 static_assert(kThreads / kGroup * kStateRows == kValues && kValues == kWarp);
-
-__device__ __forceinline__ float decay(float later, float earlier) { return expf(fminf(later - earlier, 0.0f)); }
 
 // Load elements d to d + 3 of a row of `width` elements; those beyond it are 0.
 template <class T>
@@ -47,23 +46,6 @@ __device__ __forceinline__ float4 load4(const T* row, int d, int width, bool ali
       if (d + e < width) x[e] = to_float(row[d + e]);
   }
   return make_float4(x[0], x[1], x[2], x[3]);
-}
-
-__device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
-__device__ __forceinline__ float4 scaled(float4 a, float f) { return make_float4(a.x * f, a.y * f, a.z * f, a.w * f); }
-__device__ __forceinline__ float4 times(float4 a, float4 b) {
-  return make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w);
-}
-__device__ __forceinline__ float4 exp4(float4 a) { return make_float4(expf(a.x), expf(a.y), expf(a.z), expf(a.w)); }
-__device__ __forceinline__ float4 decay4(float4 later, float4 earlier) {
-  return make_float4(decay(later.x, earlier.x), decay(later.y, earlier.y), decay(later.z, earlier.z),
-                     decay(later.w, earlier.w));
-}
-__device__ __forceinline__ void add_scaled(float4& to, float4 a, float f) {
-  to.x += a.x * f;
-  to.y += a.y * f;
-  to.z += a.z * f;
-  to.w += a.w * f;
 }
 
 // The slice of values that a block works on, and its thread's part of the state.
