@@ -2,9 +2,9 @@
 #include "attention/plan.h"
 
 #include <algorithm>
-#include <charconv>
 #include <string_view>
 
+#include "attention/plan_name.h"
 #include "attention/plan_rules.h"
 #include "core/dispatch.h"
 
@@ -31,16 +31,6 @@ std::string kernel_name(Kernel kernel, int tile_rows) {
   return {};
 }
 
-// Return "plain, sm80.mma.16, ...": every kernel with every row tile.
-std::string all_kernel_names() {
-  std::string names = "plain";
-  for (const KernelVariant& variant : kernel_variants()) {
-    const std::string name = ", " + kernel_name(variant.kernel, variant.tile_rows);
-    if ((names + ",").find(name + ",") == std::string::npos) names += name;
-  }
-  return names;
-}
-
 // Return the option names of a kernel; blocks, sharing, occupancy and warpgroups are followed by a number.
 std::vector<std::string_view> option_names(Kernel kernel) {
   if (kernel == Kernel::kPlain) return {};
@@ -58,13 +48,12 @@ bool parse_option(std::string_view text, Kernel kernel, PlanOptions& options) {
       options.whole_items = name == "whole";
       return digits.empty();
     }
-    int number = 0;
-    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
-    if (error != std::errc() || end != digits.data() + digits.size()) return false;
+    const std::optional<int> number = parse_number(digits);
+    if (!number) return false;
     (name == "blocks"      ? options.cluster_blocks
      : name == "sharing"   ? options.sharing_clusters
      : name == "occupancy" ? options.occupancy
-                           : options.warpgroups) = number;
+                           : options.warpgroups) = *number;
     return true;
   }
   return false;
@@ -72,18 +61,7 @@ bool parse_option(std::string_view text, Kernel kernel, PlanOptions& options) {
 
 PlanOptions parse_plan_name(const Check& check, const std::string& name) {
   PlanOptions options;
-  std::string_view rest;
-  for (const KernelVariant& variant : kernel_variants()) {
-    const std::string known = kernel_name(variant.kernel, variant.tile_rows);
-    if (name != known && name.compare(0, known.size() + 1, known + ".") != 0) continue;
-    options.kernel = variant.kernel;
-    options.tile_rows = variant.tile_rows;
-    rest = std::string_view(name).substr(known.size());
-    break;
-  }
-  if (name == "plain") options.kernel = Kernel::kPlain;
-  check.that(options.kernel.has_value(), "plan", "is " + name,
-             "one of " + all_kernel_names() + ", optionally followed by options");
+  std::string_view rest = parse_kernel(check, name, kernel_variants(), kernel_name, options);
   while (!rest.empty()) {
     const size_t end = std::min(rest.find('.', 1), rest.size());
     const std::string_view option = rest.substr(1, end - 1);

@@ -2,10 +2,10 @@
 #include "mla/plan.h"
 
 #include <algorithm>
-#include <charconv>
 #include <string_view>
 
 #include "attention/plan.h"
+#include "attention/plan_name.h"
 #include "mla/plan_rules.h"
 
 namespace specdec::mla {
@@ -20,33 +20,9 @@ std::string kernel_name(Kernel kernel, int tile_rows) {
   return (kernel == Kernel::kWgmma ? "sm90.wgmma." : "sm80.mma.") + std::to_string(tile_rows);
 }
 
-// Return "plain, sm80.mma.16, ...": every kernel with every row tile.
-std::string all_kernel_names() {
-  std::string names = "plain";
-  for (const KernelVariant& variant : kernel_variants()) {
-    const std::string name = ", " + kernel_name(variant.kernel, variant.tile_rows);
-    if ((names + ",").find(name + ",") == std::string::npos) names += name;
-  }
-  return names;
-}
-
 PlanOptions parse_plan_name(const Check& check, const std::string& name) {
   PlanOptions options;
-  if (name == "plain") {
-    options.kernel = Kernel::kPlain;
-    return options;
-  }
-  std::string_view rest;
-  for (const KernelVariant& variant : kernel_variants()) {
-    const std::string known = kernel_name(variant.kernel, variant.tile_rows);
-    if (name != known && name.compare(0, known.size() + 1, known + ".") != 0) continue;
-    options.kernel = variant.kernel;
-    options.tile_rows = variant.tile_rows;
-    rest = std::string_view(name).substr(known.size());
-    break;
-  }
-  check.that(options.kernel.has_value(), "plan", "is " + name,
-             "one of " + all_kernel_names() + ", optionally followed by options");
+  const std::string_view rest = attention::parse_kernel(check, name, kernel_variants(), kernel_name, options);
   if (rest.empty()) return options;
   if (options.kernel == Kernel::kWgmma) {
     check.that(rest == ".split" || rest == ".whole", "plan", "is " + name, "option split or whole");
@@ -54,15 +30,8 @@ PlanOptions parse_plan_name(const Check& check, const std::string& name) {
     return options;
   }
   constexpr std::string_view kSplits = ".splits";
-  int number = 0;
-  bool good = rest.substr(0, kSplits.size()) == kSplits;
-  if (good) {
-    const std::string_view digits = rest.substr(kSplits.size());
-    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
-    good = error == std::errc() && end == digits.data() + digits.size();
-  }
-  check.that(good, "plan", "is " + name, "options of splits<number>");
-  options.splits = number;
+  if (rest.substr(0, kSplits.size()) == kSplits) options.splits = attention::parse_number(rest.substr(kSplits.size()));
+  check.that(options.splits.has_value(), "plan", "is " + name, "options of splits<number>");
   return options;
 }
 
