@@ -20,12 +20,12 @@ from ...models.heads.block_config import BlockConfig
 from ...models.heads.checkpoint import HeadCheckpoint
 from ...models.heads.loading import config_of_head, has_confidence, load_head
 from ...models.weights.checkpoint import local_folder
-from ...models.weights.model_config import model_name
 from ...ops import Candidates, TopK, draft_extend_inputs, expand_trellis, make_calibration, sample_draft, select_topk
 from ..options import check_range
 from .base import DraftBudget
 from .calibrated import CalibratedDraft
 from .context import DraftContext, PrefillRows
+from .head import HasHead
 from .model import SEED_OF_ROUND, check_sampled, check_storage, storage_of
 from .needs import AttentionCall, Needs
 from .proposal import Committed, DrawnFrom, Proposal, ScoredTree, makes_valid_trees, no_candidates
@@ -37,7 +37,7 @@ FOLDER_IN_TARGET = "dspark"  # of a drafter that a vendor ships with a target
 
 
 @dataclass
-class BlockDraft(CalibratedDraft):
+class BlockDraft(HasHead, CalibratedDraft):
     """The base of all kinds of block drafters; each has a class of heads.
 
     Where positions are predicted by themselves, or with scores of pairs of neighbors, the block is a trellis of
@@ -67,21 +67,6 @@ class BlockDraft(CalibratedDraft):
         check_storage(name, self.draft_weights, self.kv_dtype)
         check_sampled(name, self.sampled, self.topk)
         self.check_head()
-
-    def check_head(self) -> None:
-        """Raise a ValueError for a head that is none."""
-        if not isinstance(self.head, str | Path | HeadCheckpoint | self.kind):
-            name, given = type(self).__name__, f"a {type(self.head).__name__}"
-            raise ValueError(f"{name}: head is {given}, expected a folder, a hub id or a {self.kind.__name__}")
-
-    @property
-    def model_name(self) -> str:
-        return model_name(self.head.source if isinstance(self.head, HeadCheckpoint) else self.head)
-
-    @property
-    def tensor_prefixes(self) -> tuple[str, ...]:
-        prefix = self.head.prefix if isinstance(self.head, HeadCheckpoint) else ""
-        return (prefix,) if prefix else ()
 
     @property
     def loaded(self) -> BlockHead:

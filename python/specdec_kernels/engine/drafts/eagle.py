@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,41 +18,23 @@ from ...models.heads.eagle import EagleHead
 from ...models.heads.eagle3 import Eagle3Head, feature_layers
 from ...models.heads.loading import config_of_head, frequent_tokens, load_head, num_layers_of, own_vocabulary
 from ...models.layers.paged_batch import PagedBatch
-from ...models.weights.model_config import model_name
 from ...ops import DraftExtendInputs
 from .context import DraftContext, PrefillRows
+from .head import HasHead
 from .model import ModelDraft, check_storage, storage_of
 from .needs import Needs
 
 
-class HeadDraft(ModelDraft):
+class HeadDraft(HasHead, ModelDraft):
     """A draft with a head. Its draft state, per slot, includes the head's output at the last committed row."""
-
-    kind: ClassVar[type[DraftHead]]
-    head: Any
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_head()
 
-    def check_head(self) -> None:
-        """Raise a ValueError for a head of another type than the class takes."""
-        if not isinstance(self.head, str | Path | HeadCheckpoint | self.kind):
-            name, given = type(self).__name__, f"a {type(self.head).__name__}"
-            raise ValueError(f"{name}: head is {given}, expected a folder, a hub id or an {self.kind.__name__}")
-
     def feature_layers(self, config: Any, num_target_layers: int) -> tuple[int, ...]:
         """Return the layers of the target whose input hidden states the head reads."""
         raise NotImplementedError
-
-    @property
-    def model_name(self) -> str:
-        return model_name(self.head.source if isinstance(self.head, HeadCheckpoint) else self.head)
-
-    @property
-    def tensor_prefixes(self) -> tuple[str, ...]:
-        prefix = self.head.prefix if isinstance(self.head, HeadCheckpoint) else ""
-        return (prefix,) if prefix else ()
 
     def needs(self, target: Any) -> Needs:
         config = config_of_head(self.kind, self.head)
