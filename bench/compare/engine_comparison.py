@@ -43,7 +43,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specdec_kernels.models.weights.mtp_layouts import NEXTN, QWEN
+from specdec_kernels.models.weights.mtp_layouts import NEXTN, QWEN, STEP
 from specdec_kernels.synthetic.acceptance import PublishedAcceptance
 from specdec_kernels.synthetic.block import block_text_length, save_block_drafter, synthetic_block
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
@@ -61,7 +61,9 @@ SPARE_TOKENS = 64  # tokens of max_len beyond a request's, which engines keep fr
 PASSAGE, BETWEEN = (4, 24), (1, 4)  # tokens of a quoted passage, and of other tokens between two passages
 LEAD = 8  # tokens of the text right before what is written, at the end of a prompt with quotes
 # Layouts of the MTP layers that types of models ship with.
-MTP_LAYOUTS = {"qwen3_5_text": QWEN, "qwen3_next": QWEN, "deepseek_v3": NEXTN, "glm4_moe_lite": NEXTN}
+MTP_LAYOUTS = {
+    "qwen3_5_text": QWEN, "qwen3_next": QWEN, "deepseek_v3": NEXTN, "glm4_moe_lite": NEXTN, "step3p5": STEP,
+}  # fmt: skip
 QUOTES = f"quotes of {PASSAGE[0]} to {PASSAGE[1]}"
 
 

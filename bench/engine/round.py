@@ -82,7 +82,7 @@ from specdec_kernels.synthetic.models import (
     synthetic_eagle3,
     write_text,
 )
-from specdec_kernels.synthetic.mtp import synthetic_mtp_head
+from specdec_kernels.synthetic.mtp import num_mtp_layers, synthetic_mtp_heads
 from specdec_kernels.synthetic.shapes import draft_vocab_of, shape_config
 
 from ..ops.ceilings import Ceilings
@@ -97,7 +97,7 @@ WARM_UP_TOKENS = 12
 PROFILED_TOKENS = 24
 REQUESTS = 8  # requests of a measurement at least, if their accept lengths differ
 PAGE_SIZE = 16
-HEADS: dict[Any, Callable[..., nn.Module]] = {Eagle3: synthetic_eagle3, MTP: synthetic_mtp_head}
+HEADS: dict[Any, Callable[..., Any]] = {Eagle3: synthetic_eagle3, MTP: synthetic_mtp_heads}
 BLOCK_KINDS: dict[Any, Literal["dspark", "dflash"]] = {DSpark: "dspark", DFlash: "dflash"}
 STORABLE: tuple[Any, ...] = Eagle3, *BLOCK_KINDS  # whose weights may be stored in 8 bits
 BLOCK_LAYERS, BLOCK_STEPS, MARKOV_RANK = 5, 7, 256  # of published block drafters
@@ -213,6 +213,12 @@ class Setup:
             raise ValueError(f"--draft-weights is {self.draft_weights}, expected none with {self.drafting.name}")
         if self.weights == "int4" and hasattr(shape_config(self.shape), "num_experts"):
             raise ValueError(f"--weights is int4, expected fp8 or fp8-rows with --shape {self.shape}, a MoE model")
+        most = num_mtp_layers(shape_config(self.shape))
+        if self.drafting.kind is MTP and 1 < most < self.drafting.num_steps:
+            raise ValueError(
+                f"--speculative-num-steps is {self.drafting.num_steps} with {self.drafting.name}, expected at most "
+                f"{most} with --shape {self.shape}, whose MTP layers draft one step each"
+            )
         if self.max_len is not None and self.max_len < self.needed_len:
             raise ValueError(
                 f"--max-len is {self.max_len}, expected at least {self.needed_len}, the tokens of prompt and output"
@@ -530,28 +536,40 @@ class Bench:
         Activations and logits are not counted, and the target's head counts only for nodes that verification visits.
         """
         setup, d = self.setup, self.setup.drafting
-        rows = batch * (setup.input + setup.output // 2)
         states = 2 * batch * sum(spec.nbytes for spec in self.state_specs)
         target_head = weights(self.target.get_output_embeddings())
         visited = math.ceil(batch * min(num_nodes, accept_length))
         num_rows = round(batch * num_nodes)
-        kv = rows * self.kv_row_bytes(self.target, setup.shard)
+        kv = self.kv_bytes(self.target, batch, setup.shard)
         passes = [Pass(weights(self.target, num_rows) - target_head, num_rows, kv, states), Pass(target_head, visited)]
         if isinstance(self.draft, BlockHead):
-            return passes + (self.block_passes(batch, rows) if num_nodes > 1 else [])
+            return passes + (self.block_passes(batch) if num_nodes > 1 else [])
         if self.draft is not None and num_nodes > 1:
             needs = Needs(num_nodes=d.num_nodes, accept_width=d.num_steps + 1, num_steps=d.num_steps)
             num_steps = min(d.num_steps, most_nodes(batch, num_rows, needs) - 1)
-            own = self.draft.lm if isinstance(self.draft, MtpHead) else self.draft
-            body = weights(self.draft, batch * d.topk) - weights(own.lm_head)
-            head = weights(own.lm_head) if setup.draft_weights is None else logits_weights(self.draft)
-            fc = weights(self.draft.fc) if isinstance(self.draft, Eagle3Head) else Weights()  # of committed rows alone
-            kv = rows * self.kv_row_bytes(self.draft)
-            step = [Pass(body - fc, batch * d.topk, kv), Pass(head, batch * d.topk)]
-            passes += [*step * max(num_steps - 1, 0), Pass(body, batch * (num_steps + 1), kv), Pass(head, batch)]
+            layers = self.draft[: d.num_steps] if isinstance(self.draft, tuple) else (self.draft,)
+            read = [self.draft_weights(layer, batch * d.topk) for layer in layers]
+            kv = sum(self.kv_bytes(layer, batch) for layer in layers)
+            for step in range(1, num_steps):
+                # Rows of a chain pass the layer that drafts the step, and those after it.
+                ran = read[step:] or read
+                body = sum((each.body - each.committed for each in ran), Weights())
+                passes += [
+                    Pass(body, batch * d.topk, kv * len(ran) // len(read)),
+                    Pass(ran[0].lm_head, batch * d.topk),
+                ]
+            body = sum((each.body for each in read), Weights())
+            passes += [Pass(body, batch * (num_steps + 1), kv), Pass(read[0].lm_head, batch)]
         return passes
 
-    def block_passes(self, batch: int, rows: int) -> list[Pass]:
+    def draft_weights(self, model: Any, num_rows: int) -> DraftWeights:
+        """Return the weights of a draft model, with the experts that `num_rows` rows select."""
+        own = model.lm if isinstance(model, MtpHead) else model
+        body = weights(model, num_rows) - weights(own.lm_head)
+        lm_head = weights(own.lm_head) if self.setup.draft_weights is None else logits_weights(model)
+        return DraftWeights(body, lm_head, weights(model.fc) if isinstance(model, Eagle3Head) else Weights())
+
+    def block_passes(self, batch: int) -> list[Pass]:
         """Return the forward passes of a block drafter: the block's, its LM head's, and the injection's.
 
         The rows of a serial head's tables that candidates gather are not counted.
@@ -561,19 +579,22 @@ class Bench:
         injected = weights(head.fc)
         for layer in head.layers:
             injected += weights(layer.self_attn.k_proj) + weights(layer.self_attn.v_proj)
-        kv = rows * self.kv_row_bytes(head)
+        kv = self.kv_bytes(head, batch)
         return [
             Pass(body, batch * d.block_size, kv),
             Pass(lm_head, batch * d.num_steps),
             Pass(injected, batch * (d.num_steps + 1)),
         ]
 
-    def kv_row_bytes(self, model: Any, shard: Shard = WHOLE) -> int:
-        """Return the bytes of a token's KV in all layers of a model, on the rank of a shard."""
+    def kv_bytes(self, model: Any, batch: int, shard: Shard = WHOLE) -> int:
+        """Return the bytes of the KV that all layers of a model read for a batch, on the rank of a shard."""
+        length, item = self.setup.input + self.setup.output // 2, self.setup.dtype.itemsize
         if isinstance(model, BlockHead):
-            return kv_numbers(model.config, len(model.layers)) * self.setup.dtype.itemsize
+            return batch * length * kv_numbers(model.config, len(model.layers)) * item
         config = shard.config(model.config)
-        return kv_numbers(config, family_of(config).num_kv_layers) * self.setup.dtype.itemsize
+        family = family_of(config)
+        windows = [family.window(layer) or length for layer in range(family.num_kv_layers)]
+        return batch * sum(min(length, window) for window in windows) * kv_numbers(config, 1) * item
 
     @property
     def state_specs(self) -> list[StateSpec]:
@@ -657,6 +678,14 @@ class Weights:
         return Weights(self.elements - other.elements, self.nbytes - other.nbytes)
 
 
+class DraftWeights(NamedTuple):
+    """Weights of a draft model, whose `body` has those that committed rows alone are multiplied with."""
+
+    body: Weights
+    lm_head: Weights
+    committed: Weights
+
+
 @dataclass(frozen=True)
 class Pass:
     """A forward pass: the weights that it reads, its rows, and the bytes of KV and states that it moves."""
@@ -725,7 +754,8 @@ def memory_needed(setup: Setup, max_batch: int) -> int:
         elements += sum(map(math.prod, shapes_of(entries, name).values()))
         kv_width += 2 * BLOCK_LAYERS * entries["num_key_value_heads"] * entries["head_dim"]
     elif kind is not None:
-        models.append(meta_draft(kind, setup.shape))
+        draft = meta_draft(kind, setup.shape)
+        models += draft if isinstance(draft, tuple) else [draft]
     kv_width += sum(kv_numbers(m.config, family_of(m.config).num_kv_layers) for m in models)
     states = sum(bytes_of(s, max_batch, setup.drafting.num_nodes) for s in family_of(config).state_specs(setup.dtype))
     # A head shares the target's embeddings.
@@ -736,19 +766,24 @@ def memory_needed(setup: Setup, max_batch: int) -> int:
     return int(1.1 * models_here * (item * elements + states))
 
 
-def meta_draft(kind: Any, shape: str) -> nn.Module:
-    """Return the draft model of a shape without memory for its weights."""
+def meta_draft(kind: Any, shape: str) -> nn.Module | tuple[MtpHead, ...]:
+    """Return the draft model of a shape without memory for its weights, or those of a chain."""
     config = shape_config(shape)
     with torch.device("meta"):
         if kind is Eagle3:
             return Eagle3Head(eagle3_config(config), 3, draft_vocab_of(config))
         if kind is MTP:
-            has_experts = any(hasattr(config, name) for name in NUM_EXPERTS)
-            lm: Any = AutoModelForCausalLM.from_config(config_of_layers(config, 0, has_experts=has_experts))
-            lm.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            return MtpHead(lm, NEXTN, "")
+            heads = tuple(meta_mtp_head(config, index) for index in range(num_mtp_layers(config)))
+            return heads if len(heads) > 1 else heads[0]
         model: nn.Module = AutoModelForCausalLM.from_config(standalone_config(shape))
         return model
+
+
+def meta_mtp_head(config: Any, index: int) -> MtpHead:
+    has_experts = any(hasattr(config, name) for name in NUM_EXPERTS)
+    lm: Any = AutoModelForCausalLM.from_config(config_of_layers(config, index, has_experts=has_experts))
+    lm.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    return MtpHead(lm, NEXTN, "")
 
 
 def free_memory(device: torch.device) -> int:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -42,13 +43,13 @@ STORED: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 }
 
 
-def stored_experts(gate_up: Tensor, down: Tensor, kind: str) -> QuantizedExperts:
-    """Quantize experts' weights [experts, out, in], gates before ups.
+def stored_experts(gate_up: Tensor, down: Tensor, kind: str, limit: float = inf) -> QuantizedExperts:
+    """Quantize experts' weights [experts, out, in], gates before ups; `limit` is that of their SwiGLU.
 
     Raises:
         ValueError: a kind that is not FP8.
     """
-    experts = QuantizedExperts(len(down), nn.SiLU())
+    experts = QuantizedExperts(len(down), nn.SiLU(), limit)
     for expert in range(len(down)):
         for part, weight in zip(("gate", "up", "down"), (*gate_up[expert].chunk(2), down[expert]), strict=True):
             stored = STORED[kind](weight)
@@ -68,7 +69,9 @@ def store_layers(model: Any, kind: str) -> None:
     layers: nn.Module = model.get_decoder().layers
     for path, module in list(layers.named_modules()):
         if hasattr(module, "gate_up_proj") and hasattr(module, "down_proj") and path.endswith("experts"):
-            layers.set_submodule(path, stored_experts(module.gate_up_proj.data, module.down_proj.data, kind))
+            limit = getattr(module, "limit", inf)
+            experts = stored_experts(module.gate_up_proj.data, module.down_proj.data, kind, limit)
+            layers.set_submodule(path, experts)
     for path, linear in list(layers.named_modules()):
         if type(linear) is nn.Linear:
             parent, _, leaf = path.rpartition(".")

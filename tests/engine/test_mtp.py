@@ -201,7 +201,10 @@ def test_drafts_among_frequent_tokens_alone_keep_the_text(tmp_path: Path) -> Non
 def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         MTP(3)  # type: ignore[arg-type]
-    assert str(error.value) == "MTP: head is a int, expected a folder, a hub id, an MtpHead or None"
+    assert str(error.value) == "MTP: head is a int, expected a folder, a hub id, an MtpHead, a tuple of these or None"
+    with pytest.raises(ValueError) as error:
+        MTP(("a folder",))  # type: ignore[arg-type]
+    assert str(error.value) == "MTP: head is a tuple, expected a folder, a hub id, an MtpHead, a tuple of these or None"
     folder = write_target_with_mtp(tmp_path / "target", "mimo")
     module = Reference(folder, "mimo").target
     module.config.name_or_path = ""

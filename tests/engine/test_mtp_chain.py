@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from specdec_kernels.cli.doctor_measure import Recorder, Text, measure, record, write_texts
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
 from specdec_kernels.models.heads.base import Features
 from specdec_kernels.models.layers.paged_batch import PagedBatch
+from specdec_kernels.models.weights.mtp_layouts import STEP
+from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance, mean_accept_length
+from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
+from specdec_kernels.synthetic.mtp import mtp_text_length, save_with_mtp, synthetic_mtp, synthetic_mtp_heads
+from specdec_kernels.synthetic.shapes import shape_config
 from support.exhaustive import exhaustive
 from support.leaks import expect_nothing_lost
 from support.mtp_checkpoints import NUM_LAYERS, ChainReference, write_target_with_chain
@@ -27,6 +34,12 @@ from support.tiny_checkpoint import Comparison, greedy_by_transformers
 patched = pytest.MonkeyPatch.context
 LAYERS = 3
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+MODULES = [  # of a published MTP layer
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "q_norm", "k_norm")),
+    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    *("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "eh_proj"),
+    *("transformer.shared_head.norm", "transformer.shared_head.output"),
+]
 TREE: dict[str, Any] = {"num_steps": LAYERS, "topk": 3, "num_nodes": 10}
 
 
@@ -48,7 +61,7 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
         return texts(engine, prompts)
 
 
-def make_engine(target: Path, draft: Draft | None, **options: Any) -> Engine:
+def make_engine(target: Any, draft: Draft | None, **options: Any) -> Engine:
     defaults: dict[str, Any] = {"adaptive": False, "max_len": 128, "num_slots": 2, "page_size": 4}
     return Engine(target, draft=draft, dtype=torch.float32, device="cpu", **(defaults | options))
 
@@ -139,6 +152,52 @@ def test_step_drafts_by_its_layers_and_keeps_the_text(
     assert len(comparison.near_ties) <= 1
     if is_chain:
         compare_chains(reference, drafted, [p + t for p, t in zip(prompts, theirs, strict=True)], LAYERS)
+
+
+@pytest.mark.parametrize("in_memory", [False, *exhaustive(True)])
+def test_synthetic_chain_is_accepted_as_often_as_published(in_memory: bool, tmp_path: Path) -> None:
+    config, cpu = shape_config("tiny-step"), torch.device("cpu")
+    config.hidden_size = 512
+    text = SyntheticText.of(config.vocab_size, mtp_text_length(config))
+    target = synthetic_causal_lm(config, text, device=cpu, dtype=torch.float32)
+    acceptance = PublishedAcceptance("math", "mtp")
+    if not in_memory:
+        save_with_mtp(target, synthetic_mtp(target, text, acceptance, STEP), tmp_path / "target")
+    heads = synthetic_mtp_heads(target, text, acceptance) if in_memory else None
+    chain = mean_accept_length(acceptance.rates[:LAYERS])
+    for topk, num_nodes in ((1, 4), (4, 16)):
+        draft = MTP(heads, num_steps=LAYERS, topk=topk, num_nodes=num_nodes)
+        with make_engine(target if in_memory else tmp_path / "target", draft, max_len=640) as engine:
+            [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=512))
+        assert output.tokens == text.tokens(13, 512)
+        if topk == 1:
+            assert output.stats.accept_length == pytest.approx(chain, rel=0.05)
+        else:
+            assert output.stats.accept_length > chain + 0.3
+
+
+def test_synthetic_chain_is_written_as_published(tmp_path: Path) -> None:
+    config = shape_config("tiny-step:5")
+    text = SyntheticText.of(config.vocab_size, mtp_text_length(config))
+    target = synthetic_causal_lm(config, text, device=torch.device("cpu"), dtype=torch.float32)
+    tensors = synthetic_mtp(target, text, EvenAcceptance(2.0), STEP)
+    save_with_mtp(target, tensors, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    scaling = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 32.0}
+    scaling |= {"original_max_position_embeddings": 2048}
+    types = ["full_attention", *3 * ["sliding_attention"], "full_attention", *3 * ["sliding_attention"]]
+    assert written["layer_types"] == types and written["moe_layers_enum"] == "3,4"
+    assert written["rope_theta"] == [5e6 if kind == "full_attention" else 1e4 for kind in types]
+    assert written["partial_rotary_factors"] == [0.5 if kind == "full_attention" else 1.0 for kind in types]
+    assert written["rope_scaling"] == scaling and "rope_parameters" not in written
+    assert (written["num_attention_groups"], written["moe_num_experts"], written["moe_top_k"]) == (2, 8, 2)
+    assert written["attention_other_setting"]["num_attention_heads"] == 4
+    assert {name.rpartition(".")[0] for name in tensors if ".7." in name} == {
+        f"model.layers.7.{module}" for module in MODULES
+    }
+    again, values = (each.to_dict() for each in (AutoConfig.from_pretrained(tmp_path), config))
+    files = {"architectures", "dtype", "transformers_version", "_name_or_path"}
+    assert {key for key in values if again.get(key) != values[key]} <= files
 
 
 def test_retracted_requests_draft_what_they_would_have(folder: Path, prompts: list[list[int]]) -> None:

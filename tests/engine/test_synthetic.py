@@ -21,8 +21,8 @@ from specdec_kernels.models.families import family_of
 from specdec_kernels.status import FinishReason
 from specdec_kernels.synthetic.acceptance import EvenAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
-from specdec_kernels.synthetic.mtp import synthetic_mtp_head
-from specdec_kernels.synthetic.shapes import SHAPES, draft_vocab_of, shape_config
+from specdec_kernels.synthetic.mtp import synthetic_mtp_heads
+from specdec_kernels.synthetic.shapes import SHAPES, draft_vocab_of, full_attention_of, shape_config
 
 rounds = pytest.importorskip("specdec_kernels.bench.engine.round", reason="bench/ is not beside the package here")
 
@@ -43,7 +43,7 @@ def run(draft: str, accept: float, topk: int, nodes: int, device: torch.device, 
     if draft == "EAGLE3":
         model = synthetic_eagle3(target, text, acceptance)
     elif draft == "MTP":
-        model = synthetic_mtp_head(target, text, acceptance)
+        model = synthetic_mtp_heads(target, text, acceptance)
     else:
         model = synthetic_causal_lm(config, text, device=device, dtype=dtype, acceptance=acceptance)
     options = {"num_steps": 4, "topk": topk, "num_nodes": nodes}
@@ -99,7 +99,7 @@ def test_synthetic_second_text_uses_remaining_vocabulary(device: torch.device) -
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_are_configs_of_their_own(shape: str) -> None:
     config = shape_config(shape)
-    assert config.num_attention_heads % config.num_key_value_heads == 0
+    assert full_attention_of(config).num_attention_heads % config.num_key_value_heads == 0
     assert not config.tie_word_embeddings
     assert draft_vocab_of(config) < config.vocab_size
 
@@ -163,6 +163,35 @@ def test_rounds_of_a_latent_shape_count_its_rows_and_experts(tmp_path: Path) -> 
     assert plain["facts"]["kv_bytes"] == rows * 3 * each
     assert chain["facts"]["kv_bytes"] == rows * (3 + 3) * each  # two steps and the committed rows, of one layer
     assert chain["facts"]["accept_length"] > 2
+
+
+@pytest.mark.exhaustive
+def test_rounds_of_a_chain_count_its_layers_and_windows(tmp_path: Path) -> None:
+    record = tmp_path / "round.json"
+    command = ["bench", "round", "--device", "cpu", "--shape", "tiny-step", "--batch", "2", "--quick"]
+    assert main([*command, "--algorithm", "none,mtp_chain", "--output", "60", "--json", str(record)]) == 0
+    plain, chain = json.loads(record.read_text())["results"]
+    rows, window, each = 32 + 60 // 2, 24, 2 * 2 * 2 * 64 * 4
+    assert plain["facts"]["kv_bytes"] == (rows + 3 * window) * each
+    # Layers 2 and 3 run in the first step after the root, layer 3 in the second, all of them for committed rows.
+    assert chain["facts"]["kv_bytes"] == plain["facts"]["kv_bytes"] + (2 + 1 + 3) * window * each
+    hidden, wide, vocab = 128, 256, 2048
+    attention = (2 * 4 * 64 + 2 * 2 * 64 + 4) * hidden + 2 * 64
+    layer = attention + 3 * wide * hidden + 2 * hidden * hidden + 5 * hidden
+    drafted = (2 + 1 + 3) * layer + 3 * vocab * hidden
+    more = chain["facts"]["weight_bytes"] - plain["facts"]["weight_bytes"]
+    experts = 8 * 3 * 64 * hidden  # of the target's last layer: more rows choose more of them
+    assert 4 * drafted < more <= 4 * (drafted + experts)
+    assert chain["facts"]["accept_length"] > 2
+
+
+def test_rounds_of_a_chain_refuse_more_steps_than_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "round", "--device", "cpu", "--shape", "tiny-step", "--algorithm", "mtp_tree"]
+    assert main(command) == 2
+    assert capsys.readouterr().err.strip() == (
+        "specdec bench round: --speculative-num-steps is 4 with mtp_tree, expected at most 3 with --shape tiny-step, "
+        "whose MTP layers draft one step each"
+    )
 
 
 def test_synthetic_refuses_module_that_is_no_head() -> None:

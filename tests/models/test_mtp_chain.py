@@ -52,7 +52,8 @@ def chain_of(folder: Path, target: CausalLM, num_layers: int, **changes: Any) ->
     """Return the chain of a folder, read with these changes of its layout."""
     checkpoint = MtpCheckpoint.open(folder)
     checkpoint = replace(checkpoint, layout=replace(checkpoint.layout, **changes))
-    return load_mtp_chain(checkpoint, num_layers, target, num_pages=8, page_size=4)
+    layers = [checkpoint.layer(index) for index in range(num_layers)]
+    return load_mtp_chain(layers, target, num_pages=8, page_size=4)
 
 
 def committed(chain: MtpChain, target: CausalLM, pieces: list[int]) -> HeadOutput:

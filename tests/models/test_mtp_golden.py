@@ -109,7 +109,7 @@ def test_probabilities_are_those_of_vllm(name: str, tmp_path: Path) -> None:
     def ours(layout: MtpLayout) -> Tensor:
         source = replace(checkpoint, layout=layout)
         if case.is_chain:
-            chain = load_mtp_chain(source, STEPS, target, num_pages=8, page_size=8)
+            chain = load_mtp_chain([source.layer(index) for index in range(STEPS)], target, num_pages=8, page_size=8)
             return drafted_by_chain(chain, case.states)
         head = load_mtp_head(source, target, num_pages=8, page_size=8)
         return drafted(head, case.states, unnormed)

@@ -32,7 +32,7 @@ from ..models.families import head_dim_of, kv_heads_of
 from .acceptance import Acceptance
 from .models import NOISE, SyntheticText
 from .mtp import draft_states, map_from
-from .shapes import draft_vocab_of
+from .shapes import draft_vocab_of, full_attention_of
 
 STRAY = 1e-5  # most attention to all other rows together
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
@@ -71,7 +71,7 @@ def synthetic_block(
     Raises:
         ValueError: the text is too long; too few layers; no token is left for the mask.
     """
-    config, name = target.config, "synthetic_block"
+    config, name = full_attention_of(target.config), "synthetic_block"
     rows = block_size or (7 if kind == "dspark" else 8)
     doublings = math.ceil(math.log2(rows))
     if len(text.order) > (most := block_text_length(config)):
@@ -140,6 +140,7 @@ def block_config(
     target: Any, kind: str, block_size: int, num_layers: int, mask_token: int, rank: int
 ) -> dict[str, Any]:
     """Return the config of a drafter as wide as the target, with feature layers that shallow targets have."""
+    target = full_attention_of(target)
     heads, kv_heads = target.num_attention_heads, kv_heads_of(target)
     deepest = target.num_hidden_layers - 2
     layers = sorted({round(i * deepest / 4) for i in range(5)})

@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ..models.families import head_dim_of
 from ..models.heads.eagle3 import Eagle3Head, feature_layers
 from .acceptance import ELEMENTS_PER_CANDIDATE, PEAK, Acceptance, EvenAcceptance
+from .shapes import full_attention_of
 
 BRANCH = 1e-3  # scale of residual branches
 TARGET_PEAK = 64.0  # logit of the next token: drafts that share the LM head divide it among their candidates
@@ -164,6 +165,7 @@ def synthetic_eagle3(target: Any, text: SyntheticText, acceptance: Acceptance, *
 
 def eagle3_config(target: Any) -> LlamaConfig:
     """Return the config of a head as wide as the target, with feature layers that shallow targets have."""
+    target = full_attention_of(target)
     deepest = target.num_hidden_layers
     layers = [min(2, deepest) - 1, deepest // 2 - 1, max(deepest - 3, 1) - 1]
     config = LlamaConfig(

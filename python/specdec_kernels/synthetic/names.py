@@ -10,12 +10,14 @@ SHAPES = (
     "qwen3-next-80b-a3b",
     "deepseek-v2-lite",
     "glm-4.7-flash",
+    "step-3.5-flash",
     "llama-3.1-8b",
     "llama-3.3-70b",
     "qwen3-0.6b",
     "tiny",
     "tiny-hybrid",
     "tiny-latent",
+    "tiny-step",
 )
 DOMAINS = ("chat", "code", "math")
 DRAFTERS = ("eagle3", "dflash", "dspark", "mtp")

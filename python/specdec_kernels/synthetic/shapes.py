@@ -6,7 +6,10 @@ from typing import Any
 
 from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from ..models.families.step3p5 import Step3p5Config
 from .names import SHAPES as SHAPES
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
@@ -29,6 +32,44 @@ LLAMA3: dict[str, Any] = {
         "original_max_position_embeddings": 8192,
     },
 }
+
+STEP: dict[str, Any] = {
+    "sliding_window": 512,
+    "num_nextn_predict_layers": 3,
+    "moe_router_activation": "sigmoid",
+    "norm_expert_weight": True,
+    "use_moe_router_bias": True,
+    "need_fp32_gate": True,
+    "use_head_wise_attn_gate": True,
+    "zero_centered": True,
+    "yarn_only_types": [FULL],
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-5,
+}
+STEP_SCALING: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 2.0,
+    "original_max_position_embeddings": 131072,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 32.0,
+}
+LAST_STEP_LAYERS = 43, 44  # whose SwiGLU has a limit
+
+
+def step_config(*, num_hidden_layers: int, **values: Any) -> Step3p5Config:
+    """Return a config of Step-3.5: every fourth layer attends to all rows, the first three have no experts."""
+    types = [SLIDING if layer % 4 else FULL for layer in range(num_hidden_layers)]
+    types += values["num_nextn_predict_layers"] * [SLIDING]
+    clamped = [layer in LAST_STEP_LAYERS for layer in range(len(types))]
+    of_layers: dict[str, Any] = {
+        "layer_types": types,
+        "rope_theta": [5e6 if each == FULL else 1e4 for each in types],
+        "partial_rotary_factors": [0.5 if each == FULL else 1.0 for each in types],
+        "swiglu_limits": [7.0 * each for each in clamped],
+        "swiglu_limits_shared": [16.0 * each for each in clamped],
+    }
+    return Step3p5Config(num_hidden_layers=num_hidden_layers, **(values | of_layers))
+
 
 _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3-8b": (
@@ -179,6 +220,33 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         },
     ),
+    # A layer with experts is 9 GB: "step-3.5-flash:9" has 65, its MTP layers included.
+    "step-3.5-flash": (
+        step_config,
+        STEP
+        | {
+            "vocab_size": 128896,
+            "hidden_size": 4096,
+            "intermediate_size": 11264,
+            "num_hidden_layers": 45,
+            "num_attention_heads": 64,
+            "num_attention_groups": 8,
+            "head_dim": 128,
+            "attention_other_setting": {
+                "attention_type": SLIDING,
+                "num_attention_heads": 96,
+                "num_attention_groups": 8,
+                "head_dim": 128,
+            },
+            "moe_num_experts": 288,
+            "moe_top_k": 8,
+            "moe_intermediate_size": 1280,
+            "share_expert_dim": 1280,
+            "moe_router_scaling_factor": 3.0,
+            "max_position_embeddings": 262144,
+            "rope_scaling": STEP_SCALING,
+        },
+    ),
     "llama-3.1-8b": (
         LlamaConfig,
         LLAMA3
@@ -258,6 +326,27 @@ _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         },
     ),
+    "tiny-step": (
+        step_config,
+        STEP
+        | {
+            "vocab_size": 2048,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_attention_groups": 2,
+            "head_dim": 64,
+            "attention_other_setting": {"attention_type": SLIDING, "num_attention_heads": 4},
+            "sliding_window": 24,
+            "moe_num_experts": 8,
+            "moe_top_k": 2,
+            "moe_intermediate_size": 64,
+            "share_expert_dim": 64,
+            "max_position_embeddings": 4096,
+            "rope_scaling": STEP_SCALING | {"original_max_position_embeddings": 2048},
+        },
+    ),
     "tiny": (
         Qwen3Config,
         {
@@ -287,6 +376,15 @@ def shape_config(name: str, num_layers: int | None = None) -> Any:
         values = values | {"num_hidden_layers": num_layers or int(layers)}
     values = values | {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
     return AutoConfig.for_model(kind, **values) if isinstance(kind, str) else kind(**values)
+
+
+def full_attention_of(config: Any) -> Any:
+    """Return the config; where kinds of layers have other heads, that of those which attend to all rows."""
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    alike = config.per_layer_config[FULL]
+    alike.rope_parameters = config.rope_parameters[FULL]
+    return alike
 
 
 def draft_vocab_of(config: Any) -> int:

@@ -34,7 +34,8 @@ class MTP(FrequentTokensDraft):
     drafts until it has more than `num_steps` tokens.
 
     Args:
-        head: folder or hub id of a language model with the layer, or an `MtpHead`; None: the target's own checkpoint.
+        head: folder or hub id of a language model with the layer, an `MtpHead`, or the tuple of those of a chain; None:
+            the target's own checkpoint.
         num_steps, topk, num_nodes, sampled: as for `Eagle3`.
         vocabulary: as for `Eagle`.
 
@@ -42,18 +43,23 @@ class MTP(FrequentTokensDraft):
         ValueError: as for `Eagle3`; a checkpoint without an MTP layer, or with several that are fewer than `num_steps`.
     """
 
-    head: str | Path | MtpHead | None = None
+    head: str | Path | MtpHead | tuple[MtpHead, ...] | None = None
 
     kind = MtpHead
 
     def check_head(self) -> None:
+        is_chain = isinstance(self.head, tuple) and len(self.head) > 0
+        if is_chain and all(isinstance(head, MtpHead) for head in self.head):  # type: ignore[union-attr]
+            return
         if self.head is not None and not isinstance(self.head, str | Path | MtpHead):
             given = f"a {type(self.head).__name__}"
-            raise ValueError(f"MTP: head is {given}, expected a folder, a hub id, an MtpHead or None")
+            raise ValueError(f"MTP: head is {given}, expected a folder, a hub id, an MtpHead, a tuple of these or None")
 
     @property
     def model_name(self) -> str:
-        return "target" if self.head is None else model_name(self.head)
+        if self.head is None:
+            return "target"
+        return model_name(self.head[0] if isinstance(self.head, tuple) else self.head)
 
     @property
     def tensor_prefixes(self) -> tuple[str, ...]:
@@ -67,43 +73,44 @@ class MTP(FrequentTokensDraft):
 
     def needs(self, target: Any) -> Needs:
         self.check_vocabulary(target.vocab_size)
-        source = self.source(target)
-        num_chained = self.num_chained(source)
-        num_layers = num_chained * family_of(config_of_layers(source.config, 0, has_experts=False)).num_kv_layers
-        needs = self.model_needs(source.config, num_layers, feature_layers=(target.num_hidden_layers,))
+        layers = self.layers(target)
+        config = layers[0].config
+        num_layers = len(layers) * family_of(config_of_layers(config, 0, has_experts=False)).num_kv_layers
+        needs = self.model_needs(config, num_layers, feature_layers=(target.num_hidden_layers,))
         return replace(
             needs,
-            kv_numbers=needs.kv_numbers + (num_chained - 1) * source.config.hidden_size,
-            tensor_prefixes=self.prefixes_in_target(source),
-            lookahead=num_chained,
+            kv_numbers=needs.kv_numbers + (len(layers) - 1) * config.hidden_size,
+            tensor_prefixes=() if self.head is not None else tuple(layer.prefix for layer in layers),
+            lookahead=len(layers),
         )
 
-    def prefixes_in_target(self, source: MtpCheckpoint | MtpHead) -> tuple[str, ...]:
-        """Return the prefixes of the layers in the target's checkpoint; none if they are in another."""
-        if self.head is not None:
-            return ()
-        assert isinstance(source, MtpCheckpoint)
-        return tuple(source.layer(index).prefix for index in range(self.num_chained(source)))
+    def layers(self, target: Any) -> list[MtpCheckpoint | MtpHead]:
+        """Return the layers that draft, given the target's config: one for all steps, or of several one for each.
 
-    def num_chained(self, source: MtpCheckpoint | MtpHead) -> int:
-        """Return how many layers draft: one for all steps, or of several one for each step."""
-        num_layers = source.num_layers if isinstance(source, MtpCheckpoint) else 1
-        if 1 < num_layers < self.num_steps:
+        Raises:
+            ValueError: as the class.
+        """
+        found: list[MtpCheckpoint | MtpHead]
+        if isinstance(self.head, MtpHead):
+            found = [self.head]
+        elif isinstance(self.head, tuple):
+            found = list(self.head)
+        else:
+            checkpoint = self.checkpoint(target)
+            found = [checkpoint.layer(index) for index in range(checkpoint.num_layers)]
+        if 1 < len(found) < self.num_steps:
             raise ValueError(
-                f"MTP: num_steps is {self.num_steps}, expected at most {num_layers} for a checkpoint with "
-                f"{num_layers} MTP layers (each drafts one step)"
+                f"MTP: num_steps is {self.num_steps}, expected at most {len(found)} for a checkpoint with "
+                f"{len(found)} MTP layers (each drafts one step)"
             )
-        return 1 if num_layers == 1 else self.num_steps
+        return found[: self.num_steps]
 
     def load_whole(self, context: DraftContext) -> DraftHead:
         sizes = {"num_pages": context.num_pages, "page_size": context.page_size}
-        source = self.source(context.target.config)
-        num_chained = self.num_chained(source)
-        if num_chained == 1:
-            return load_mtp_head(source, context.target, **sizes)
-        assert isinstance(source, MtpCheckpoint)
-        page_refs = context.state.pool.page_refs
-        return load_mtp_chain(source, num_chained, context.target, **sizes, page_refs=page_refs)
+        layers = self.layers(context.target.config)
+        if len(layers) == 1:
+            return load_mtp_head(layers[0], context.target, **sizes)
+        return load_mtp_chain(layers, context.target, **sizes, page_refs=context.state.pool.page_refs)
 
     def run_committed(self, extend: DraftExtendInputs, features: Tensor | None, rows: PagedBatch) -> None:
         super().run_committed(extend, features, rows)
@@ -116,13 +123,9 @@ class MTP(FrequentTokensDraft):
         children = self.root_logits if self.sampled else self.child_logprobs
         children[extend.kept_slots] = children[extend.kept_slots].masked_fill(is_short, -torch.inf)
 
-    def source(self, target: Any) -> MtpCheckpoint | MtpHead:
-        """Return where the layer is, given the target's config."""
-        return self.head if isinstance(self.head, MtpHead) else self.checkpoint(target)
-
     def checkpoint(self, target: Any) -> MtpCheckpoint:
         """Return the checkpoint of the layer, given the target's config."""
-        assert not isinstance(self.head, MtpHead)
+        assert not isinstance(self.head, MtpHead | tuple)
         source = self.head or target.name_or_path
         if not source:
             raise ValueError("MTP: head is None, expected a folder or hub id for a target that has none")

@@ -411,13 +411,16 @@ def model_of_layers(
 def config_of_layers(config: Any, index: int, has_experts: bool) -> Any:
     """Return the config of a model whose layers are those of MTP layer `index`: those that it names, or full attention.
 
-    What differs between the target's layers is as in those of the MTP layer's type.
+    What differs between the target's layers is as in those of the MTP layer's type. `has_experts` says whether the
+    layer has experts where the config does not.
     """
     config = deepcopy(config)
     for key in ("quantization_config", "compression_config"):
         vars(config).pop(key, None)
     each = getattr(config, "mtp_layer_types", None)
     types: list[str] = getattr(config, "mtp_layers_block_type", None) or [each[index] if each else "full_attention"]
+    if kinds := getattr(config, "mtp_mlp_layer_types", None):
+        has_experts = kinds[index] == "sparse"
     different: dict[str, Any] = {}
     if getattr(config, "is_heterogeneous", False):
         alike = config.per_layer_config[types[0]]

@@ -7,7 +7,7 @@ depth d after L committed rows has row L - 1 - m + d in layer m, and reads its p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -238,15 +238,13 @@ class MtpChain(DraftHead):
 
 
 def load_mtp_chain(
-    checkpoint: MtpCheckpoint,
-    num_layers: int,
+    sources: Sequence[MtpCheckpoint | MtpHead],
     target: LanguageModel,
     *,
     num_pages: int,
     page_size: int,
     page_refs: Tensor | None = None,
 ) -> MtpChain:
-    """Return the first MTP layers of a checkpoint, 2 or more; see `load_mtp_head`."""
-    sizes = {"num_pages": num_pages, "page_size": page_size}
-    heads = [load_mtp_head(checkpoint.layer(index), target, **sizes) for index in range(num_layers)]
+    """Return the chain of these layers, 2 or more; see `load_mtp_head`."""
+    heads = [load_mtp_head(source, target, num_pages=num_pages, page_size=page_size) for source in sources]
     return MtpChain(heads, page_refs)
