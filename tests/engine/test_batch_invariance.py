@@ -1,4 +1,4 @@
-"""With batch_invariant, a request's logits have the same bits whatever runs beside it."""
+"""With batch_invariant, a request's logits have the same bits whatever else runs."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_config_is_a_value() -> None:
             "Engine: batch_invariant is set, expected not wi",
         ),
         ({"mem_fraction": 0.5}, "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
-        ({"mem_fraction": 0.5, "num_pages": 9}, "Engine: num_pages is 9, expected None beside mem_fraction"),
+        ({"mem_fraction": 0.5, "num_pages": 9}, "Engine: num_pages is 9, expected None with mem_fraction"),
         ({"mem_fraction": 1.5, "machine": CUDA}, "Engine: mem_fraction is 1.5, expected above 0 and at most 1"),
         (
             {"num_pages": 128},

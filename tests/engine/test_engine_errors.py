@@ -174,7 +174,7 @@ def test_generate_too_many_stop_tokens_are_refused(engine: Engine) -> None:
         ),
         ({"device": "meta"}, "Engine: device is meta, expected cpu or cuda"),
         ({"mem_fraction": 0.5}, "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
-        ({"mem_fraction": 0.5, "num_pages": 9}, "Engine: num_pages is 9, expected None beside mem_fraction"),
+        ({"mem_fraction": 0.5, "num_pages": 9}, "Engine: num_pages is 9, expected None with mem_fraction"),
         ({"rounds_in_flight": 0}, "Engine: rounds_in_flight is 0, expected 1 to 15"),
         ({"batch_sizes": [1, 2]}, "Engine: batch_sizes is [1, 2], expected rising sizes up to num_slots=3"),
     ],

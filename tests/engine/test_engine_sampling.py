@@ -1,4 +1,4 @@
-"""Sampled text is drawn from the target's distribution with the request's own noise, whatever drafts or runs beside it."""
+"""Sampled text is drawn from the target's distribution with the request's own noise, whatever drafts, and whatever else runs."""
 
 from __future__ import annotations
 

@@ -291,12 +291,12 @@ def test_grammar_text_cut_by_max_new_tokens(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"json_schema": {}, "regex": "a"}, "SamplingParams: regex is given, expected none beside json_schema"),
+        ({"json_schema": {}, "regex": "a"}, "SamplingParams: regex is given, expected none with json_schema"),
         ({"regex": "a", "constrain_after": [-1]}, "SamplingParams: constrain_after has -1, expected 0 to 2147483647"),
         ({"constrain_after": [1]}, "SamplingParams: constrain_after is [1], expected none without a constraint"),
         ({"regex": "a", "constrain_unless": 2}, "SamplingParams: constrain_unless is 2, expected none without constrain_after"),
         ({"regex": "a", "constrain_after": [1], "constrain_unless": True}, "SamplingParams: constrain_unless is True, expected 0 to 2147483647, or None"),
-        ({"grammar": "root ::= 1", "min_new_tokens": 3}, "SamplingParams: min_new_tokens is 3, expected 0 beside grammar"),
+        ({"grammar": "root ::= 1", "min_new_tokens": 3}, "SamplingParams: min_new_tokens is 3, expected 0 with grammar"),
     ],
 )  # fmt: skip
 def test_grammar_error_messages(given: dict[str, Any], message: str) -> None:
@@ -315,7 +315,7 @@ def test_grammar_error_messages(given: dict[str, Any], message: str) -> None:
         ({"grammar": "root ::= x"}, "SamplingParams: grammar does not compile: EBNF parser error at line 1, column 10: "),
         ({"json_schema": '{"type": 5'}, "SamplingParams: json_schema does not compile: "),
         ({"json_schema": {"type": "nope"}}, 'SamplingParams: json_schema has type "nope" at #, expected one of null, '),
-        ({"regex": "a", "ignore_eos": True}, "SamplingParams: regex is given, expected beside it a stop token, which ends the text"),
+        ({"regex": "a", "ignore_eos": True}, "SamplingParams: regex is given, expected a stop token with it, which ends the text"),
     ],
     ids=["regex", "lookahead", "lookahead of a grammar", "unsatisfiable", "grammar", "json", "schema", "no end"],
 )  # fmt: skip

@@ -49,7 +49,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
          f"uniqueItems at #/allOf/1, expected {NO_GRAMMAR}"),
     ],
     "`not` of other schemas": [
-        (schema, "not at #, expected types, values out of an enum beside it, or required properties of an object")
+        (schema, "not at #, expected types, values out of an enum next to it, or required properties of an object")
         for schema in (
             {"not": {}}, {"type": "number", "not": INTEGER}, {"not": {"const": 1}}, {"not": {"required": ["a"]}},
             {"not": {"type": "string", "minLength": 2}},
@@ -102,16 +102,16 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "`minProperties` that properties of any name count for": [
         ({"type": "object", "minProperties": 2}, "minProperties at #, expected at most 1 that is not required where names are free"),
     ],
-    "names with control characters beside properties of any name": [
+    "names with control characters next to properties of any name": [
         ({"properties": {"a\n": INTEGER}, "additionalProperties": STRING},
          'property "a\\n" at #, expected no control characters where names are free'),
     ],
-    "`unevaluatedProperties` or `unevaluatedItems` beside choices": [
+    "`unevaluatedProperties` or `unevaluatedItems` with choices": [
         ({"anyOf": [A, CAT], "unevaluatedProperties": False},
-         "unevaluatedProperties at #, expected none beside choices or other properties"),
+         "unevaluatedProperties at #, expected none with choices or other properties"),
         ({"allOf": [A], "unevaluatedProperties": INTEGER},
-         "unevaluatedProperties at #, expected true or false beside $ref, allOf, anyOf, oneOf"),
-        ({"allOf": [of_array()], "unevaluatedItems": False}, "unevaluatedItems at #, expected none beside $ref, allOf, anyOf, oneOf"),
+         "unevaluatedProperties at #, expected true or false with $ref, allOf, anyOf, oneOf"),
+        ({"allOf": [of_array()], "unevaluatedItems": False}, "unevaluatedItems at #, expected none with $ref, allOf, anyOf, oneOf"),
     ],
     "values that are of another kind than their keyword asks for": [
         (False, "false at #, expected a schema that a value meets"), ({"items": 3}, "3 at #/items, expected a schema"),
@@ -132,10 +132,10 @@ UNHELD: dict[str, list[tuple[Any, str]]] = {
     "`patternProperties` whose patterns meet on a name": [
         ({"patternProperties": {"^x": INTEGER, "x$": STRING}}, "patternProperty regexes "),
     ],
-    "`minProperties`, `maxProperties` beside several optional properties": [
+    "`minProperties`, `maxProperties` with several optional properties": [
         ({"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2}, "min/maxProperties only supported when "),
     ],
-    "recursion through keywords beside `$ref`": [
+    "recursion through keywords with `$ref`": [
         (closed(a={"$ref": "#", "required": ["a"]}), "circular references with sibling keys are not supported: "),
     ],
 }  # fmt: skip

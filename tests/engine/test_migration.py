@@ -367,7 +367,7 @@ def test_migration_refuses_inexact_requests(tmp_path: Path) -> None:
                 {"params": exported.values["params"] | {"generated_token_ids": [1, 2]}},
                 "tokens that do not begin with its generated_token_ids [1, 2]",
             ),
-            ({"logprobs": [[0.5]]}, "other logprobs than one and the best beside it for each token"),
+            ({"logprobs": [[0.5]]}, "other logprobs than one and the best with it for each token"),
             ({"params": exported.values["params"] | {"loud": 1}}, "loud, expected none among params"),
         ):
             assert refused(a, with_values(**values)) == f"import_request: request has {why}"

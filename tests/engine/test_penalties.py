@@ -1,4 +1,4 @@
-"""Biases and penalties of requests: the text is what the target says with them, whatever drafts or runs beside it."""
+"""Biases and penalties of requests: the text is what the target says with them, whatever drafts, and whatever else runs."""
 
 from __future__ import annotations
 

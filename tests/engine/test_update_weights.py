@@ -260,7 +260,7 @@ def test_another_way_to_store_them_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError) as caught:
             engine.update_weights({f"{path}.weight": torch.zeros(256, 192)})
         assert str(caught.value) == (
-            f"update_weights: weights has {path}.weight alone, expected beside it what its elements are multiplied by"
+            f"update_weights: weights has {path}.weight alone, expected with it what its elements are multiplied by"
         )
 
 

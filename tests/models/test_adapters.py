@@ -208,14 +208,14 @@ def test_engine_refuses_adapter_without_base_model(base: Path, tmp_path: Path) -
         return str(error.value)
 
     assert refusal(loaded(base), adapter=adapter) == (
-        "adapter: it is given beside a LlamaForCausalLM, expected the path or hub id of its base model "
+        "adapter: it is given with a LlamaForCausalLM, expected the path or hub id of its base model "
         "(merge_and_unload() of PEFT merges it into a module)"
     )
     assert refusal(adapter, adapter=adapter) == (
-        f"adapter: it is given beside {adapter}, which is an adapter, too, expected its base model"
+        f"adapter: it is given with {adapter}, which is an adapter, too, expected its base model"
     )
     assert refusal(adapter) == (
-        f"adapter: {adapter} names no base model, expected base_model_name_or_path, or adapter= beside it"
+        f"adapter: {adapter} names no base model, expected base_model_name_or_path, or adapter= with it"
     )
     assert refusal(base, adapter=base) == (
         f"adapter: {base} has no adapter_config.json, expected a folder as PEFT saves it"

@@ -335,7 +335,7 @@ def test_another_kind_of_folder_is_named(folder: Path, tmp_path: Path) -> None:
         assert refusal(path).startswith(f"model: {path} is an EAGLE")
     assert of(Standalone, adapter) == (
         f"draft model: {adapter} is an adapter of PEFT, expected a language model "
-        "(Engine takes one as its model, or as adapter= beside its base)"
+        "(Engine takes one as its model, or as adapter= with its base)"
     )
 
 

@@ -276,7 +276,7 @@ def test_heads_that_do_not_fit_are_refused_by_name(target: CausalLM, tmp_path: P
         "EAGLE-3 head: input_norm.weight is there, expected none without norm_before_fc in the config"
     )
     assert refusal(tensors, eagle_config={"norm_before_fc": True, "fc_norm": True}) == (
-        "EAGLE-3 head: fc_norm is set beside norm_before_fc, expected one of them"
+        "EAGLE-3 head: fc_norm is set with norm_before_fc, expected one of them"
     )
     assert refusal(tensors, parallel_drafting=True) == (
         "EAGLE-3 head: parallel_drafting is True, expected False (not supported)"

@@ -372,9 +372,9 @@ def test_constraints_of_other_servers_hold(server: Running, fields: dict[str, An
     ("fields", "message", "param"),
     [
         ({"guided_json": {}, "response_format": {"type": "json_object"}},
-         "guided_json is given, expected none beside response_format", "guided_json"),
+         "guided_json is given, expected none with response_format", "guided_json"),
         ({"structured_outputs": {"regex": "a", "grammar": "b"}},
-         "structured_outputs.grammar is given, expected none beside structured_outputs.regex", "structured_outputs.grammar"),
+         "structured_outputs.grammar is given, expected none with structured_outputs.regex", "structured_outputs.grammar"),
         ({"structured_outputs": {"structural_tag": "a"}},
          'structured_outputs.structural_tag is "a", expected none (this field is not supported)',
          "structured_outputs.structural_tag"),

@@ -745,7 +745,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"response_format": {"type": "text", "json_schema": {"name": "a"}}}, 'response_format.json_schema is {"name": "a"}, expected none (this field is not supported)', "response_format.json_schema"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing, expected an object", "response_format.json_schema"),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema is missing, expected an object", "response_format.json_schema.schema"),
-        (CHAT, {"regex": "a", "ebnf": "b"}, "ebnf is given, expected none beside regex", "ebnf"),
+        (CHAT, {"regex": "a", "ebnf": "b"}, "ebnf is given, expected none with regex", "ebnf"),
         (CHAT, {"prediction": "text"}, 'prediction is "text", expected an object', "prediction"),
         (CHAT, {"prediction": {"type": "content", "content": [1]}}, 'prediction.content[0] is 1, expected {"type": "text", "text": ...}', "prediction.content"),
         (CHAT, {"prediction": {"type": "content"}}, "prediction.content is missing, expected a string or a list of parts", "prediction.content"),

@@ -76,7 +76,7 @@ def algorithm_of(name: str) -> Algorithm:
     return setting_of(ALGORITHMS, name)
 
 
-FOLDERS = {"eagle3": "head", "dspark": "dspark", "dflash": "dflash"}  # of drafts beside the target
+FOLDERS = {"eagle3": "head", "dspark": "dspark", "dflash": "dflash"}  # of drafts, next to the target's
 
 
 @dataclass(frozen=True)

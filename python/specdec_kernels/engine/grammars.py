@@ -303,7 +303,7 @@ class Grammars:
         """
         kind, _ = sampling.constraint
         if not stop_tokens:
-            raise ValueError(f"SamplingParams: {kind} is given, expected beside it a stop token, which ends the text")
+            raise ValueError(f"SamplingParams: {kind} is given, expected a stop token with it, which ends the text")
         new_matcher = self._new_matcher(sampling, stop_tokens)
         if new_matcher.is_dead_end([]):
             raise ValueError(

@@ -180,7 +180,7 @@ class EngineOptions:
         if self.mem_fraction is None:
             return
         if self.num_pages is not None:
-            raise ValueError(f"Engine: num_pages is {self.num_pages}, expected None beside mem_fraction")
+            raise ValueError(f"Engine: num_pages is {self.num_pages}, expected None with mem_fraction")
         if not 0 < self.mem_fraction <= 1:
             raise ValueError(f"Engine: mem_fraction is {self.mem_fraction}, expected above 0 and at most 1")
 

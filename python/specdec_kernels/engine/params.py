@@ -70,7 +70,7 @@ class SamplingParams:
             complete; max_new_tokens may cut it off earlier.
         constrain_after: token ids, such as the one of `</think>`. The constraint begins after their first occurrence in
             the output; before it, all tokens but stop tokens are allowed. Empty: the constraint begins at once.
-        constrain_unless: a token id, such as the one of `<think>`, beside `constrain_after`. Only an output that begins
+        constrain_unless: a token id, such as the one of `<think>`, with `constrain_after`. Only an output that begins
             with this token is free up to there; any other one is constrained from its first token. None: every output
             begins free.
         generated_token_ids: tokens that the output begins with, as if the request had generated them: penalties,
@@ -183,12 +183,12 @@ class SamplingParams:
                 raise ValueError(f"SamplingParams: logit_bias[{token}] is {bias}, expected a finite number or -inf")
         given = [name for name in BACKENDS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"SamplingParams: {given[1]} is given, expected none beside {given[0]}")
+            raise ValueError(f"SamplingParams: {given[1]} is given, expected none with {given[0]}")
         expect("constrain_after", bool(given) or not self.constrain_after, "none without a constraint")
         opening = self.constrain_unless
         expect("constrain_unless", opening is None or is_token_id(opening), "0 to 2147483647, or None")
         expect("constrain_unless", opening is None or bool(self.constrain_after), "none without constrain_after")
-        expect("min_new_tokens", not given or self.min_new_tokens == 0, f"0 beside {''.join(given)}")
+        expect("min_new_tokens", not given or self.min_new_tokens == 0, f"0 with {''.join(given)}")
         expect("priority", -(2**31) <= self.priority < 2**31, "-2147483648 to 2147483647")
         seconds = self.timeout
         expect(

@@ -68,7 +68,7 @@ columns of the second table:
                 recurrent states read and written; with --tp those of a rank
   time / floor  of rounds; the floor is the time of these bytes, or of the products if that is longer,
                 without reductions
-  scratch       what recurrent layers keep beside the states, as a share of a copy of the states for each node
+  scratch       what recurrent layers keep besides the states, as a share of a copy of the states for each node
 """
 
 

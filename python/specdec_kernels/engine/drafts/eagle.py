@@ -185,7 +185,7 @@ class Eagle(FrequentTokensDraft):
             much shorter. None: all tokens.
 
     Raises:
-        ValueError: as for `Eagle3`; a vocabulary that is none of the target's, or beside one that the head brings.
+        ValueError: as for `Eagle3`; a vocabulary that is none of the target's, or is given with a head that has one.
         FileNotFoundError: no such file.
     """
 

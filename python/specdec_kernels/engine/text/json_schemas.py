@@ -249,7 +249,7 @@ class Conversion:
             names = required_of(given["required"], "required", f"{place}/not")
             absent = [{"properties": {name: False}} for name in names]
             return others | {"allOf": [*schema.get("allOf", []), {"anyOf": self.expect_any(absent, place)}]}
-        raise refused("not", place, "types, values out of an enum beside it, or required properties of an object")
+        raise refused("not", place, "types, values out of an enum next to it, or required properties of an object")
 
     def expect_any(self, values: list[Any], place: str) -> list[Any]:
         """Return what `not` leaves; refuse it if that is nothing."""
@@ -468,7 +468,7 @@ class Conversion:
             prefix_name, name = "items", "additionalItems"
         if name not in schema and "unevaluatedItems" in schema:
             if is_open:
-                raise refused("unevaluatedItems", place, f"none beside {', '.join(IN_PLACE)}")
+                raise refused("unevaluatedItems", place, f"none with {', '.join(IN_PLACE)}")
             name = "unevaluatedItems"
         prefix = schema.get(prefix_name, [])
         if not isinstance(prefix, list):
@@ -497,7 +497,7 @@ class Conversion:
         others = schema.get("additionalProperties")
         if others is None and not isinstance(schema.get("unevaluatedProperties", True), bool):
             if any(keyword in schema for keyword in (*IN_PLACE, *DEPENDENT)):
-                raise refused("unevaluatedProperties", place, f"true or false beside {', '.join(IN_PLACE)}")
+                raise refused("unevaluatedProperties", place, f"true or false with {', '.join(IN_PLACE)}")
             others = schema["unevaluatedProperties"]
         if others is not None:
             converted["additionalProperties"] = self.inside(others, f"{place}/additionalProperties")
@@ -558,13 +558,13 @@ class Conversion:
         """Return a schema that allows no properties but those that this one names; empty: it says something of others.
 
         Raises:
-            ValueError: `unevaluatedProperties` is false beside additional properties of a schema for the same value.
+            ValueError: `unevaluatedProperties` is false with additional properties of a schema for the same value.
         """
         names = Names()
         self.collect(schema, place, names, set())
         is_closed = schema.get("unevaluatedProperties") is False
         if is_closed and (names.has_others or names.has_choices):
-            raise refused("unevaluatedProperties", place, "none beside choices or other properties")
+            raise refused("unevaluatedProperties", place, "none with choices or other properties")
         if not is_closed and (
             names.has_others or names.patterns or not names.given or "additionalProperties" in schema
         ):

@@ -166,7 +166,7 @@ def check_values(values: Any, peer: MigrationPeer, checksum: Callable[[], str]) 
         raise ValueError(f"import_request: request has tokens that do not begin with its generated_token_ids {begun}")
     logprobs, num_scored = values["logprobs"], len(values["tokens"]) - len(begun)
     if logprobs is not None and not (len(logprobs) == num_scored and all(map(is_logprob, logprobs))):
-        raise ValueError("import_request: request has other logprobs than one and the best beside it for each token")
+        raise ValueError("import_request: request has other logprobs than one and the best with it for each token")
     scored = values["prompt_logprobs"]
     is_whole = scored is None or (len(scored) == len(values["prompt"]) and scored[0] is None)
     if not is_whole or not all(map(is_logprob, (scored or [])[1:])):

@@ -118,7 +118,7 @@ class Eagle3Head(DraftHead):
             if bool(option(config, name, computed)) != computed:
                 raise ValueError(f"EAGLE-3 head: {name} is {not computed}, expected {computed} (not supported)")
         if all(option(config, name) for name in NORMS):
-            raise ValueError("EAGLE-3 head: fc_norm is set beside norm_before_fc, expected one of them")
+            raise ValueError("EAGLE-3 head: fc_norm is set with norm_before_fc, expected one of them")
 
     @classmethod
     def made_for(

@@ -62,19 +62,17 @@ def with_base(model: str | Path | nn.Module, adapter: str | Path | None) -> tupl
         return model, None
     if isinstance(model, nn.Module):
         raise ValueError(
-            f"{NAME}: it is given beside a {type(model).__name__}, expected the path or hub id of its base model "
+            f"{NAME}: it is given with a {type(model).__name__}, expected the path or hub id of its base model "
             "(merge_and_unload() of PEFT merges it into a module)"
         )
     if not names_base:
         assert adapter is not None
         return model, local_folder(adapter, NAME)
     if adapter is not None:
-        raise ValueError(f"{NAME}: it is given beside {model}, which is an adapter, too, expected its base model")
+        raise ValueError(f"{NAME}: it is given with {model}, which is an adapter, too, expected its base model")
     base = read_json(Path(model) / "adapter_config.json").get("base_model_name_or_path")
     if not base:
-        raise ValueError(
-            f"{NAME}: {model} names no base model, expected base_model_name_or_path, or adapter= beside it"
-        )
+        raise ValueError(f"{NAME}: {model} names no base model, expected base_model_name_or_path, or adapter= with it")
     return str(base), Path(model)
 
 

@@ -82,7 +82,7 @@ def expect_kind(model: str | Path | nn.Module, wanted: Kind, name: str) -> None:
     if kind in (wanted, UNKNOWN):
         return
     if kind == ADAPTER:
-        hint = "Engine takes one as its model, or as adapter= beside its base"
+        hint = "Engine takes one as its model, or as adapter= with its base"
     elif kind.draft is None:
         hint = "nothing here drafts with it"
     else:

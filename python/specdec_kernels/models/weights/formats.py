@@ -152,7 +152,7 @@ def packed(config: Mapping[str, Any], weights: Mapping[str, Any], inputs: object
     if weights.get("actorder") == "group":
         raise Unsupported("weights: actorder is 'group', expected 'static' or none")
     if inputs:
-        raise Unsupported("input_activations are given, expected none beside weights of 4 bits")
+        raise Unsupported("input_activations are given, expected none with weights of 4 bits")
 
     def weight(tensors: Tensors) -> QuantizedWeight:
         elements = nibbles(tensors["weight_packed"])[:, : int(tensors["weight_shape"][1])]

@@ -156,7 +156,7 @@ def updates_of(
     for key, own in own_names(plain, model).items():
         module = modules.get(own.removesuffix(".weight"))
         if own.endswith(".weight") and isinstance(module, QuantizedLinear):
-            raise ValueError(f"{name} has {key} alone, expected beside it what its elements are multiplied by")
+            raise ValueError(f"{name} has {key} alone, expected with it what its elements are multiplied by")
     expect_floats(plain, name)
     division: Division | None = getattr(model, DIVISION, None)
     places, cuts = model.state_dict(keep_vars=True), dict[str, Cut]()

@@ -240,7 +240,7 @@ def read_constraint(body: Generation) -> Constraint | None:
         ]
     given = [constraint for constraint in given if constraint.value is not None]
     if len(given) > 1:
-        raise RequestError(f"{given[1].field} is given, expected none beside {given[0].field}", given[1].field)
+        raise RequestError(f"{given[1].field} is given, expected none with {given[0].field}", given[1].field)
     return given[0] if given else None
 
 
