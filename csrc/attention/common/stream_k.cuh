@@ -96,6 +96,57 @@ using CachedRequests = Request[kCachedRequests];
 // merging partial results costs as much.
 constexpr int kSplitCostTokens = 28 * 64;
 
+// Reduce the workers that share `total` units of `heads` KV heads, which have equally many, to those whose shares end
+// where KV heads end: these leave less to merge, or nothing. It is done if nearly all workers remain, or if no share
+// exceeds max_share units.
+__device__ __forceinline__ void end_shares_at_heads(int& workers, int total, int heads, int max_share) {
+  const int each = (heads + workers - 1) / workers;  // KV heads of a worker
+  const int fewer = each == 1 ? workers - workers % heads : heads % each == 0 ? heads / each : 0;
+  if (fewer > 0 && (fewer * 16 >= workers * 15 || total / fewer <= max_share)) workers = fewer;
+}
+
+// How far next_segment_of() is.
+struct WalkProgress {
+  bool waited = false, counted = false, has_splits = false, merging = false;
+};
+
+// Return the next segment of a walk over a stream-K share: first those of the worker's share, then the items to merge,
+// finally one with kv_head -1. Call from all lanes of a warp.
+//
+// The first call waits for the preceding kernels. It walks while they may still change the lengths, and walks again
+// after the wait only if they did: in a chain of calls they rarely do. It is one loop, to fetch less code.
+//
+// A walk reads the lengths and divides the units among the workers (count_units), moves to the beginning of a worker's
+// share (seek), returns the next segment of it, or one with kv_head -1 (next), and says whether the lengths are still
+// those that it has counted (lengths_unchanged). `call` is what it takes of the call.
+template <class Walk, class... Call>
+__device__ __forceinline__ Segment next_segment_of(Walk& walk, WalkProgress& progress, int worker,
+                                                   const Call&... call) {
+#pragma unroll 1
+  while (true) {
+    if (!progress.counted) {
+      walk.count_units(call...);
+      walk.seek(worker);
+    }
+    Segment s = walk.next(call...);
+    if (!progress.waited) {
+      wait_for_kernels_before();
+      let_next_kernel_start();
+      progress.waited = true;
+      if (!walk.lengths_unchanged(call...)) continue;
+    }
+    progress.counted = true;
+    if (s.kv_head < 0 && progress.has_splits && !progress.merging) {
+      progress.merging = true;  // merging begins when the whole share is done
+      walk.seek(worker);
+      continue;
+    }
+    progress.has_splits |= s.kv_head >= 0 && s.splits > 1;
+    s.merge = progress.merging;
+    if (!progress.merging || s.kv_head < 0 || (s.splits > 1 && s.last)) return s;
+  }
+}
+
 // State of a stream-K walk, kept between its steps.
 class StreamKState {
  protected:
@@ -116,8 +167,7 @@ class StreamKState {
   Tiles tiles_{};
   int unit_ = 0, units_ = 0;  // within the item
 
-  // Progress of next_segment().
-  bool waited_ = false, counted_ = false, has_splits_ = false, merging_ = false;
+  WalkProgress progress_;
 };
 
 // Walk of a worker that takes whole items: every plan.workers-th item that has KV, each of at most plan.row_tiles row
@@ -178,37 +228,11 @@ class StreamK : public StreamKState {
                      CachedRequests& cached_requests)
       : StreamKState(state), p_(p), plan_(plan), cached_requests_(cached_requests) {}
 
-  // Return the next segment: first those of the worker's share, then the items to merge, finally one with kv_head -1.
-  //
-  // The first call waits for the preceding kernels. It walks while they may still change the lengths, and walks again
-  // after the wait only if they did: in a chain of calls they rarely do. It is one loop, to fetch less code.
-  __device__ __forceinline__ Segment next_segment(int worker) {
-#pragma unroll 1
-    while (true) {
-      if (!counted_) {
-        count_units();
-        seek(worker);
-      }
-      Segment s = next();
-      if (!waited_) {
-        wait_for_kernels_before();
-        let_next_kernel_start();
-        waited_ = true;
-        if (!lengths_unchanged()) continue;
-      }
-      counted_ = true;
-      if (s.kv_head < 0 && has_splits_ && !merging_) {
-        merging_ = true;  // merging begins when the whole share is done
-        seek(worker);
-        continue;
-      }
-      has_splits_ |= s.kv_head >= 0 && s.splits > 1;
-      s.merge = merging_;
-      if (!merging_ || s.kv_head < 0 || (s.splits > 1 && s.last)) return s;
-    }
-  }
+  // Return the next segment; see next_segment_of.
+  __device__ __forceinline__ Segment next_segment(int worker) { return next_segment_of(*this, progress_, worker); }
 
- private:
+  // The steps of next_segment_of().
+
   // Read the lengths and divide the units among the workers. If the lengths decide that items stay whole, count again.
   __device__ void count_units() {
     whole_ = false;
@@ -231,10 +255,7 @@ class StreamK : public StreamKState {
       const int max_share =
           total_ / workers_ + plan_.split_tiles.div(plan_.tile_tokens.div(kSplitCostTokens * plan_.blocks_per_sm));
       if (min_units == max_units) {
-        // Shares that end where KV heads end leave less to merge, or nothing.
-        const int each = (heads + workers_ - 1) / workers_;  // KV heads of a worker
-        const int fewer = each == 1 ? workers_ - workers_ % heads : heads % each == 0 ? heads / each : 0;
-        if (fewer > 0 && (fewer * 16 >= workers_ * 15 || total_ / fewer <= max_share)) workers_ = fewer;
+        end_shares_at_heads(workers_, total_, heads, max_share);
       } else if (kAllowWhole && !whole_ && !p_.fixed_split && heads <= workers_ && max_units <= max_share) {
         whole_ = true;
         continue;
@@ -244,7 +265,6 @@ class StreamK : public StreamKState {
     units_per_worker_ = total_ / workers_;
     remainder_ = total_ - units_per_worker_ * workers_;
   }
-  __device__ bool whole() const { return kAllowWhole && whole_; }
 
   // Return whether the lengths are still those that count_units() read. May return false even if they are.
   __device__ bool lengths_unchanged() const {
@@ -283,6 +303,9 @@ class StreamK : public StreamKState {
     unit_ += count;
     return s;
   }
+
+ private:
+  __device__ bool whole() const { return kAllowWhole && whole_; }
 
   __device__ void assign_partials(Segment& s, int count) const {
     s.splits = s.workers = 1;

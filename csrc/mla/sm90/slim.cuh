@@ -16,33 +16,10 @@ class SlimWalk {
   static constexpr int kLaneRequests = 2;  // lane l holds requests l and l + 32
   static constexpr int kMostRequests = kLaneRequests * kWarp;
 
-  // Return the next segment; see StreamK. Call from all lanes of a warp.
+  // Return the next segment; see attention::next_segment_of.
   __device__ __forceinline__ attention::Segment next_segment(const MlaTreeAttentionParams& p,
                                                              const attention::DevicePlan& plan, int worker) {
-#pragma unroll 1
-    while (true) {
-      if (!counted_) {
-        read(p, requests_);
-        count_units(p, plan);
-        seek(worker);
-      }
-      attention::Segment s = next(p, plan);
-      if (!waited_) {
-        wait_for_kernels_before();
-        let_next_kernel_start();
-        waited_ = true;
-        if (!unchanged(p)) continue;
-      }
-      counted_ = true;
-      if (s.kv_head < 0 && has_splits_ && !merging_) {
-        merging_ = true;  // merging begins when the whole share is done
-        seek(worker);
-        continue;
-      }
-      has_splits_ |= s.kv_head >= 0 && s.splits > 1;
-      s.merge = merging_;
-      if (!merging_ || s.kv_head < 0 || (s.splits > 1 && s.last)) return s;
-    }
+    return attention::next_segment_of(*this, progress_, worker, p, plan);
   }
 
  private:
@@ -75,7 +52,10 @@ class SlimWalk {
                      .end = r.end};
     }
   }
-  __device__ __forceinline__ bool unchanged(const MlaTreeAttentionParams& p) const {
+
+ public:  // the steps of next_segment_of()
+  __device__ __forceinline__ bool lengths_unchanged(const MlaTreeAttentionParams& p,
+                                                    const attention::DevicePlan&) const {
     LaneRequests now;
     read(p, now);
     bool same = true;
@@ -84,8 +64,9 @@ class SlimWalk {
     return __all_sync(kFullMask, same);
   }
 
-  // Divide the units among the workers, as StreamK::count_units().
+  // Read the lengths and divide the units among the workers.
   __device__ __forceinline__ void count_units(const MlaTreeAttentionParams& p, const attention::DevicePlan& plan) {
+    read(p, requests_);
     total_ = 0;
     int heads = 0, min_units = INT32_MAX, max_units = 0;
 #pragma unroll
@@ -103,9 +84,7 @@ class SlimWalk {
     if (workers_ == 0) return;
     if (__reduce_min_sync(kFullMask, min_units) == __reduce_max_sync(kFullMask, max_units)) {
       const int max_share = total_ / workers_ + attention::kSplitCostTokens / kTokens;
-      const int each = (heads + workers_ - 1) / workers_;
-      const int fewer = each == 1 ? workers_ - workers_ % heads : heads % each == 0 ? heads / each : 0;
-      if (fewer > 0 && (fewer * 16 >= workers_ * 15 || total_ / fewer <= max_share)) workers_ = fewer;
+      attention::end_shares_at_heads(workers_, total_, heads, max_share);
     }
     units_each_ = total_ / workers_;
     remainder_ = total_ - units_each_ * workers_;
@@ -170,6 +149,7 @@ class SlimWalk {
     return s;
   }
 
+ private:
   __device__ __forceinline__ int begin(int worker) const {
     return units_each_ * worker + remainder_ * worker / workers_;
   }
@@ -184,7 +164,7 @@ class SlimWalk {
   int total_ = 0, workers_ = 0, units_each_ = 0, remainder_ = 0;  // total_ = workers_ units_each_ + remainder_
   float workers_per_unit_ = 0;
   int worker_ = 0, at_ = 0, end_ = 0;  // position of the walk, in units
-  bool waited_ = false, counted_ = false, has_splits_ = false, merging_ = false;
+  attention::WalkProgress progress_;
 };
 
 // Return whether the slim form can run a call: without window and fixed_split, with a mask of one word or a causal
