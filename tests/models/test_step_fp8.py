@@ -25,7 +25,7 @@ LAYERS, NUM_EXPERTS = 3, 6
 SIZES: dict[str, Any] = {"hidden_size": 192, "moe_intermediate_size": 160}  # a block of scales and a part of one
 ROUTED = r"model\.layers\.1\.moe\.(gate|up|down)_proj\.weight"
 MTP_TOO = rf"{ROUTED}|model\.layers\.[234]\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj\.weight"
-KEPT = [  # beside them the config names both what is fused and its parts
+KEPT = [  # by the names of their parts, and of what is fused from them
     *(f"self_attn.{name}" for name in ("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj", "g_proj")),
     *("moe.gate", *(f"share_expert.{name}" for name in ("gate_up_proj", "gate_proj", "up_proj", "down_proj"))),
 ]

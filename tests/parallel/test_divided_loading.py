@@ -18,8 +18,9 @@ from support.divided_models import options
 from support.exhaustive import exhaustive
 from support.hybrid_cases import HYBRIDS, hybrid_module
 from support.latent_cases import LATENT, latent_module
-from support.quantized_checkpoints import write_model
+from support.quantized_checkpoints import quantize, write_model
 from support.random_checkpoints import save_random_model
+from support.step_cases import write_step
 from support.thread_reduction import ThreadReduction
 
 SIZES = {
@@ -66,6 +67,15 @@ def saved(case: str, folder: Path) -> Path:
         module.save_pretrained(folder)
         return folder
     return save_random_model(folder, case, tie_word_embeddings=case == "llama")
+
+
+def test_a_rank_reads_its_part_of_experts_that_are_stored_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target is Step-3.5's, whose query heads differ between layers; its MTP layer is left out."""
+    folder = write_step(tmp_path / "model", 1, hidden_size=256, moe_intermediate_size=256)
+    quantize(folder, "fp8 blocks", r"model\.layers\.1\.moe\.(gate|up|down)_proj\.weight")
+    expect_same_parts(folder, monkeypatch)
 
 
 CASES = ["qwen3_moe", *exhaustive("llama", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "kimi_linear")]

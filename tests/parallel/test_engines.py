@@ -18,6 +18,7 @@ from support.hybrid_servers import write_hybrid_with_mtp
 from support.latent_cases import latent_module
 from support.quantized_checkpoints import write_model
 from support.random_checkpoints import save_random_model
+from support.step_cases import write_step
 
 SIZES: dict[str, Any] = {"device": "cpu", "dtype": torch.float32, "max_len": 96, "num_slots": 3, "page_size": 8}
 PROMPTS = [[5, 9, 3, 9, 3, 7, 1], [8, 8, 2], list(range(20, 40))]
@@ -35,8 +36,10 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "mamba 2": lambda folder: saved(hybrid_module("nemotron_h"), folder),
     "latent": lambda folder: saved(latent_module("deepseek_v3"), folder),
     "MTP layer": write_hybrid_with_mtp,
+    "MTP chain": lambda folder: write_step(folder, 3),
     "quantized": lambda folder: write_model(folder, "gptq", hidden_size=256, intermediate_size=384)[0],
 }
+DRAFTS: dict[str, Callable[[], Draft]] = {"MTP layer": MTP, "MTP chain": lambda: MTP(num_steps=3)}
 SHARES = [*((kind, 2) for kind in KINDS), ("dense", 3)]
 
 
@@ -78,7 +81,7 @@ def test_ranks_say_what_one_process_says_with_block_drafters(name: str, options:
 @pytest.mark.parametrize(("kind", "tp"), SHARES)
 def test_ranks_say_what_one_process_says(kind: str, tp: int, tmp_path: Path) -> None:
     folder = KINDS[kind](tmp_path / "model")
-    draft: Callable[[], Draft] = (lambda: MTP()) if kind == "MTP layer" else lambda: Ngram(num_nodes=6)
+    draft = DRAFTS.get(kind, lambda: Ngram(num_nodes=6))
     want = texts(folder, draft(), adaptive=False)
     assert texts(folder, draft(), adaptive=False, tp=tp) == want
 
@@ -90,7 +93,7 @@ def test_requests_move_between_ranks_and_one_process(
     kind: str, tp: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = KINDS[kind](tmp_path / "model")
-    draft: Callable[[], Draft] = (lambda: MTP()) if kind == "MTP layer" else lambda: Ngram(num_nodes=6)
+    draft = DRAFTS.get(kind, lambda: Ngram(num_nodes=6))
     params = SamplingParams(70, ignore_eos=True)
     own = SIZES | options | {"adaptive": False}
     with Engine(folder, draft(), **own) as alone, Engine(folder, draft(), **own | {"page_size": 4}, tp=tp) as ranks:
@@ -108,7 +111,7 @@ def test_requests_move_between_ranks_and_one_process(
 @pytest.mark.parametrize(("kind", "tp"), SHARES)
 def test_ranks_get_their_parts_of_new_weights(kind: str, tp: int, tmp_path: Path) -> None:
     folder = KINDS[kind](tmp_path / "model")
-    draft: Callable[[], Draft] = (lambda: MTP()) if kind == "MTP layer" else lambda: Ngram(num_nodes=6)
+    draft = DRAFTS.get(kind, lambda: Ngram(num_nodes=6))
     params, own = SamplingParams(24, ignore_eos=True), SIZES | {"adaptive": False}
     old = load_tensors(folder, lambda _: True)
     with Engine(folder, draft(), **own) as alone, Engine(folder, draft(), **own, tp=tp) as ranks:

@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.models.layers.linear import Linear
 from specdec_kernels.models.layers.reduction import Columns
-from specdec_kernels.models.shard import Shard
+from specdec_kernels.models.shard import Shard, query_heads
 from support.divided_models import options, outputs_of
 from support.exhaustive import thinned
 from support.family_cases import CASES, random_module
@@ -22,7 +22,7 @@ from support.random_checkpoints import EXPERTS
 from support.thread_reduction import ThreadReduction
 
 REFUSED = (
-    "codegen", "falcon", "falcon groups", "falcon one norm", "falcon serial", "stablelm normed", "step3p5", "zamba2",
+    "codegen", "falcon", "falcon groups", "falcon one norm", "falcon serial", "stablelm normed", "zamba2",
     "zamba2 adapters", "longcat_flash",
 )  # fmt: skip
 FEW_GROUPS = ("bamba", "falcon_h1 normed", "granitemoehybrid", "nemotron_h", "qwen3_")  # refused by four ranks
@@ -52,7 +52,16 @@ def expect_equal_shards(case: str, size: int) -> None:
 
 
 ALL = [case for case in (*CASES, *EXPERTS, *HYBRIDS, *LATENT) if case not in REFUSED]
-FEW = ("olmo2 32", "qwen2_moe", "gpt_oss", "qwen3_next", "nemotron_h latent", "falcon_h1 normed first", "kimi_linear")
+FEW = (
+    "olmo2 32",
+    "step3p5",
+    "qwen2_moe",
+    "gpt_oss",
+    "qwen3_next",
+    "nemotron_h latent",
+    "falcon_h1 normed first",
+    "kimi_linear",
+)
 
 
 @pytest.mark.parametrize("case", thinned(ALL, FEW.__contains__))
@@ -99,10 +108,21 @@ def test_rows_of_a_divided_head_are_those_of_the_whole() -> None:
     assert all(torch.equal(rows, weight[order].T) for rows in reduction.run(picked))
 
 
-def test_heads_that_differ_between_layers_are_refused_by_name() -> None:
+def test_query_heads_that_differ_between_layers_are_divided_layer_by_layer() -> None:
+    config = module_of("step3p5").config
+    whole, own = (query_heads(each) for each in (config, Shard(1, 2).config(config)))
+    assert len(set(whole)) == 2 and own == [heads // 2 for heads in whole]
     with pytest.raises(ValueError) as error:
-        CausalLM(module_of("step3p5"), options(shard=Shard(0, 2), reduction=ThreadReduction(2)))
-    assert str(error.value) == "model: num_attention_heads differs between layers, which is not divided among ranks"
+        Shard(0, 3).config(config)
+    assert str(error.value) == "model: num_attention_heads is 4, expected a multiple of 3 (ranks)"
+
+
+def test_key_heads_that_differ_between_layers_are_refused_by_name() -> None:
+    config = module_of("step3p5").config
+    config.per_layer_config = {1: {"num_key_value_heads": 1}}
+    with pytest.raises(ValueError) as error:
+        Shard(0, 2).config(config)
+    assert str(error.value) == "model: num_key_value_heads differs between layers, which is not divided among ranks"
 
 
 @pytest.mark.parametrize("case", REFUSED[:1] + REFUSED[5:7] + REFUSED[-1:])

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         LOCAL
         | {
             "head_dim": 32,
-            "num_sliding_attention_heads": 6,
+            "num_sliding_attention_heads": 12,
             "rope_theta": [1e4, 1e6, 1e4, 1e6],
             "partial_rotary_factors": [1.0, 0.5, 1.0, 0.5],
             "moe_layers_enum": "1,2,3",

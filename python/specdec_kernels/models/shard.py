@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 # Counts of heads in configs. Several heads share one of the second kind; ranks may be more than these.
+QUERY_HEADS = "num_attention_heads"
 DIVIDED = (
-    "num_attention_heads", "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads",
+    QUERY_HEADS, "linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads",
     "mamba_num_heads",
 )  # fmt: skip
 SHARED = ("num_key_value_heads", "mamba_n_groups", "n_groups")
@@ -67,22 +68,35 @@ class Shard:
         """Return the config of the share: fewer heads of the same size.
 
         Raises:
-            ValueError: a count cannot be divided, or differs between layers.
+            ValueError: a count cannot be divided; one that differs between layers, other than of query heads.
         """
         if self.size == 1:
             return config
-        if several := {*DIVIDED, *SHARED} & (getattr(config, "per_layer_attributes", None) or set()):
+        different = {*DIVIDED, *SHARED} & (getattr(config, "per_layer_attributes", None) or set())
+        if several := different - {QUERY_HEADS}:
             raise ValueError(f"{name}: {min(several)} differs between layers, which is not divided among ranks")
         local = copy(config)
+        if different:
+            of_layers = [self.share(each, f"{name}: {QUERY_HEADS}") for each in query_heads(config)]
+            local.per_layer_config = None
         if not getattr(config, "head_dim", None):
-            local.head_dim = config.hidden_size // config.num_attention_heads
+            local.head_dim = config.hidden_size // local.num_attention_heads
         for count in DIVIDED:
-            if getattr(config, count, None):
-                setattr(local, count, self.share(getattr(config, count), f"{name}: {count}"))
+            if getattr(local, count, None):
+                setattr(local, count, self.share(getattr(local, count), f"{name}: {count}"))
         for count in SHARED:
             if getattr(config, count, None):
                 setattr(local, count, len(self.heads(getattr(config, count), f"{name}: {count}")))
+        if different:
+            local.per_layer_config = {layer: {QUERY_HEADS: own} for layer, own in enumerate(of_layers)}
         return local
+
+
+def query_heads(config: Any) -> list[int]:
+    """Return the query heads of each layer, or of all layers if they have as many."""
+    if QUERY_HEADS in (getattr(config, "per_layer_attributes", None) or ()):
+        return [each.num_attention_heads for each in config.per_layer_config]
+    return [config.num_attention_heads]
 
 
 WHOLE = Shard()

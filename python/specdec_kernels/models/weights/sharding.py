@@ -16,7 +16,7 @@ from ..cache_division import CacheDivision
 from ..layers.moe import QuantizedExperts
 from ..layers.quantized import QuantizedLinear, QuantizedWeight
 from ..layers.reduction import Columns, Reduction
-from ..shard import Shard
+from ..shard import Shard, query_heads
 
 DIVISION = "specdec_division"  # attribute of a divided model
 
@@ -258,7 +258,6 @@ class Division:
         """Return the cut of a module's parameter `leaf`, or of one with a style of its own; None: it stays whole."""
         if not isinstance(style, str):  # parts of rows: (heads, elements of each)
             return Cut(0, self._parts(what, style, tensor.shape[0]))
-        config = self.config
         if style == "experts":
             return self._experts_cut(what, leaf, tensor)
         if style in ("norm", "kv_norm"):
@@ -266,8 +265,10 @@ class Division:
                 return None
             style = "heads" if style == "norm" else "kv_heads"
         if style in ("heads", "kv_heads"):
-            heads = config.num_attention_heads
-            count = heads if style == "heads" else (getattr(config, "num_key_value_heads", None) or heads)
+            counts = self._heads(style)
+            if len(counts) > 1:  # each can be divided, or `Shard.config` has raised
+                return Cut(0, (self._even(tensor.shape[0], f"{what}: heads"),))
+            [count] = counts
             return Cut(0, self._parts(what, [(count, tensor.shape[0] // count)], tensor.shape[0]))
         if style == "colwise" or style.startswith(GROUPS):
             dim = next((dim for dim, size in enumerate(tensor.shape) if size > 1), 0)
@@ -308,10 +309,14 @@ class Division:
     def _is_norm_of_heads(self, style: str, weight: Tensor) -> bool:
         """Return whether a norm has an element for each of a row's heads, and not for those of one head alone."""
         config = self.config
-        heads = config.num_attention_heads
-        count = heads if style == "norm" else (getattr(config, "num_key_value_heads", None) or heads)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return count > 1 and (weight.dim() == 2 or len(weight) == count * dim)
+        dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads(config)[0]
+        counts = self._heads("heads" if style == "norm" else "kv_heads")
+        return any(count > 1 and (weight.dim() == 2 or len(weight) == count * dim) for count in counts)
+
+    def _heads(self, style: str) -> set[int]:
+        """Return how many heads a layer has, of queries ("heads") or of keys ("kv_heads"), for all layers."""
+        kv_heads = getattr(self.config, "num_key_value_heads", None)
+        return {kv_heads} if style == "kv_heads" and kv_heads else set(query_heads(self.config))
 
     def _divides_rows(self, path: str, module: Any, style: Any) -> bool:
         """Return whether ranks divide the rows that a norm normalizes, so that mean squares are averaged.
