@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,27 @@ def test_text_is_that_of_the_dequantized_model(linears: str, tmp_path: Path) -> 
     assert len(comparison.near_ties) <= 1
     other = [chain for chain in drafted[0] if chain not in drafted[1]]
     assert len(drafted[0]) > 20 and len(other) <= 1  # a near-tie
+
+
+@pytest.mark.parametrize("scheme", ["fp8 weights alone", *exhaustive("packed")])
+def test_experts_may_have_tensors_of_their_own(scheme: str, tmp_path: Path) -> None:
+    """Quantizers that take experts for linears write them so; `step3p5.py` of vLLM 0.33 reads both."""
+    means = write_quantized(tmp_path / "quantized", ROUTED, scheme)
+    twin = write_step(tmp_path / "twin", LAYERS, **SIZES)
+    save_file(means, twin / "model.safetensors", {"format": "pt"})
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
+    for name in [name for name in tensors if re.match(r"model\.layers\.1\.moe\.\w+_proj\.", name)]:
+        layer, part = name.split(".moe.")
+        stacked = tensors.pop(name)
+        tensors |= {f"{layer}.moe.experts.{number}.{part}": each.clone() for number, each in enumerate(stacked)}
+    save_file(tensors, tmp_path / "quantized" / "model.safetensors", {"format": "pt"})
+    prompts = random_prompts(2)
+    with engine_of(twin) as engine:
+        expected = texts(engine, prompts)
+    with engine_of(tmp_path / "quantized", MTP(num_steps=LAYERS, topk=1)) as engine:
+        kept = isinstance(engine.target.decoder.layers[1].feed_forward.experts, Fp8Experts)  # type: ignore[attr-defined]
+        assert kept == (scheme != "packed")  # else dequantized
+        assert texts(engine, prompts) == expected
 
 
 def test_updates_replace_experts_that_are_stored_together(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ if Step3p5Config not in AutoModelForCausalLM._model_mapping:
     register_checkpoint_conversion_mapping(
         Step3p5ForCausalLM.__name__,
         [
+            WeightRenaming(r"\.moe\.experts\.", ".mlp.experts."),  # of quantizers that store each expert alone
             WeightRenaming(r"\.moe\.gate\.weight", ".mlp.gate.weight"),
             WeightRenaming(r"\.moe\.router_bias", ".mlp.gate.e_score_correction_bias"),
             WeightRenaming(r"\.moe\.down_proj\.weight", ".mlp.experts.down_proj"),
