@@ -20,7 +20,7 @@ from specdec_kernels.models.backends import native
 from specdec_kernels.models.families import Mistral
 from specdec_kernels.synthetic.acceptance import EvenAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_eagle3
-from support.exhaustive import covering
+from support.exhaustive import covering, exhaustive
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 from support.tiny_random_models import NATIVE, VOCAB, tiny_model
 from support.window_models import MODELS, SIZES, WINDOW, model_of, random_texts
@@ -241,7 +241,7 @@ def test_window_pages_in_use_stay_constant(device: torch.device) -> None:
 # --- many requests
 
 
-@pytest.mark.parametrize(("name", "draft"), [("all", "ngram"), ("all", "standalone"), ("mixed", "ngram")])
+@pytest.mark.parametrize(("name", "draft"), [*exhaustive(("all", "ngram")), ("all", "standalone"), ("mixed", "ngram")])
 def test_window_soak_leaks_no_page(name: str, draft: str, device: torch.device) -> None:
     """Cancels and retractions, in a pool that does not hold all of them; each text is that of the request alone."""
     rng = random.Random(name + draft)

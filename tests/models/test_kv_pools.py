@@ -23,6 +23,7 @@ from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.models.weights.kv_scales import FP8, LARGEST, ROOM, checkpoint_scales, measured_scale
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import covering
 from support.random_checkpoints import VOCAB, random_prompts, save_random_model
 from support.tiny_checkpoint import held_out
 
@@ -329,8 +330,7 @@ def outputs_of(draft: Draft | None, temperature: float, device: torch.device) ->
     return engine, engine.generate(held_out("repeat")[:5] + held_out("code")[:5], params)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(("name", "temperature"), covering(DRAFTS, [0.0, 0.8]))
 def test_text_is_the_same_with_any_draft(name: str, temperature: float, device: torch.device) -> None:
     """Rows of a tree are rounded as in plain decoding.
 
