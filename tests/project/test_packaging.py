@@ -29,7 +29,18 @@ def source(tmp_path: Path) -> Path:
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
+    assert files(copy / "csrc") == files(ROOT / "csrc")
     return copy
+
+
+@pytest.fixture
+def trees(source: Path) -> Path:
+    """Reduce the copy to the ops on trees: its build is shown, and the development build has compiled all files."""
+    for file in (source / "csrc").rglob("*.cpp"):
+        is_other_module = file.name.endswith("_module.cpp") and file.name != "tree_module.cpp"
+        if is_other_module or file.parent.name not in ("core", "tree", "python"):
+            file.unlink()
+    return source
 
 
 @pytest.fixture
@@ -66,25 +77,26 @@ def pip(python: Path, *arguments: str | Path, **variables: str) -> None:
     )
 
 
-def test_pip_installs_from_it_and_writes_nothing_there(source: Path, environment: Path, toolchain: str) -> None:
-    before = files(source)
+def test_pip_installs_from_it_and_writes_nothing_there(trees: Path, environment: Path, toolchain: str) -> None:
+    before = files(trees)
     variables = {"SPECDEC_CUDA": "OFF", "CMAKE_TOOLCHAIN_FILE": toolchain}
-    pip(environment, "install", "--no-deps", f"-Ccmake.build-type={QUICK}", source, **variables)
-    assert files(source) == before
-    program = "import specdec_kernels as sd; print(sd.__version__, sd.cuda_version)"
-    said = native_build.run([environment, "-c", program], PYTHONPATH="")
-    assert said == f"{(ROOT / 'VERSION').read_text().strip()} None\n"
+    pip(environment, "install", "--no-deps", f"-Ccmake.build-type={QUICK}", trees, **variables)
+    assert files(trees) == before
+    program = (
+        "from importlib.metadata import files, version; print(version('specdec_kernels'), *files('specdec_kernels'))"
+    )
+    version, *installed = native_build.run([environment, "-c", program], PYTHONPATH="").split()
+    assert version == (ROOT / "VERSION").read_text().strip()
+    names = {path.name for path in map(Path, installed) if path.parent == Path("specdec_kernels")}
+    (module,) = {name for name in names if name.endswith(".so")}
+    assert module.startswith("_C.")
+    assert names - {module} == {path.name for path in (trees / "python/specdec_kernels").iterdir() if path.is_file()}
 
 
-def test_wheel_builds_in_fresh_checkout(source: Path, toolchain: str) -> None:
-    """Build the ops on trees alone, because compiling takes the longest: the test above compiles all files."""
-    for file in (source / "csrc").rglob("*.cpp"):
-        is_other_module = file.name.endswith("_module.cpp") and file.name != "tree_module.cpp"
-        if is_other_module or file.parent.name not in ("core", "tree", "python"):
-            file.unlink()
+def test_wheel_builds_in_fresh_checkout(trees: Path, toolchain: str) -> None:
     done = subprocess.run(
         ["./build.sh", "wheel", "cpu"],
-        cwd=source,
+        cwd=trees,
         env={
             **os.environ,
             "PYTHON": sys.executable,
@@ -98,7 +110,7 @@ def test_wheel_builds_in_fresh_checkout(source: Path, toolchain: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = (source / "dist").glob("*.whl")
+    (wheel,) = (trees / "dist").glob("*.whl")
     assert wheel.name.startswith(f"specdec_kernels-{(ROOT / 'VERSION').read_text().strip()}+cpu-cp3")
 
 
