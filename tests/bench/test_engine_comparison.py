@@ -271,6 +271,14 @@ def test_bench_engines_drafts_ngrams_from_prompts_with_two_runs_together(
     assert "accept=code eagle3, quotes of 4 to 24 " in report and "| ngram (11, 1, 12) | 2 | " in report
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run engines in this process, which has imported torch and transformers."""
+    worker = importlib.import_module("specdec_kernels.bench.compare.engines.worker")
+    monkeypatch.setattr(engine_comparison, "run_limited", lambda command, *others: worker.main(command[-2:]))
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_bench_engines_drafts_with_an_mtp_layer_in_the_target(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     options = ["--shape", "tiny-hybrid", "--acceptance", "chat", "--out", str(tmp_path)]
