@@ -14,9 +14,9 @@ from transformers import AutoConfig
 
 from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingParams, Union
 from specdec_kernels.models.weights.mtp_layouts import ERNIE, NEXTN, QWEN, MtpLayout
-from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance, mean_accept_length
+from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
-from specdec_kernels.synthetic.mtp import mtp_text_length, save_with_mtp, synthetic_mtp
+from specdec_kernels.synthetic.mtp import save_with_mtp, synthetic_mtp
 from specdec_kernels.synthetic.shapes import shape_config
 from support.exhaustive import exhaustive, thinned
 from support.hybrid_cases import DELTA
@@ -25,6 +25,7 @@ from support.mtp_checkpoints import CASES, LATENT, Reference, write_nemotron_wit
 from support.quantized_checkpoints import quantize
 from support.random_checkpoints import EXPERTS, random_prompts
 from support.recorded_chains import record_chains
+from support.synthetic_mtp import expect_accepted_as_published, wide_target
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 
 INT4 = ("gptq", "gptq shuffled", "awq", "packed")
@@ -215,22 +216,11 @@ def test_options_are_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", [NEXTN, *exhaustive(ERNIE)], ids=["nextn", "ernie"])
 def test_synthetic_layer_is_accepted_as_often_as_published(layout: MtpLayout, tmp_path: Path) -> None:
-    config, cpu = shape_config("tiny"), torch.device("cpu")
-    config.hidden_size = 512
-    text = SyntheticText.of(config.vocab_size, mtp_text_length(config))
-    target = synthetic_causal_lm(config, text, device=cpu, dtype=torch.float32)
-    acceptance = PublishedAcceptance("math", "mtp")
+    (target, text), acceptance = wide_target("tiny"), PublishedAcceptance("math", "mtp")
     save_with_mtp(target, synthetic_mtp(target, text, acceptance, layout), tmp_path / "target")
-    chain = mean_accept_length(acceptance.rates[:4])
-    for topk, num_nodes in ((1, 5), (4, 16)):
-        draft = MTP(num_steps=4, topk=topk, num_nodes=num_nodes)
-        with make_engine(tmp_path / "target", draft, max_len=640, adaptive=False) as engine:
-            [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=512))
-        assert output.tokens == text.tokens(13, 512)
-        if topk == 1:
-            assert output.stats.accept_length == pytest.approx(chain, rel=0.05)
-        else:
-            assert output.stats.accept_length > chain + 0.3
+    expect_accepted_as_published(
+        lambda draft: make_engine(tmp_path / "target", draft, max_len=640), text, acceptance.rates[:4]
+    )
 
 
 def test_synthetic_layer_refuses_a_text_that_is_too_long() -> None:

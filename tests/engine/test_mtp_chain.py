@@ -18,7 +18,7 @@ from specdec_kernels.engine import MTP, Draft, Engine, Ngram, Request, SamplingP
 from specdec_kernels.models.heads.base import Features
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.weights.mtp_layouts import STEP
-from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance, mean_accept_length
+from specdec_kernels.synthetic.acceptance import EvenAcceptance, PublishedAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.mtp import mtp_text_length, save_with_mtp, synthetic_mtp, synthetic_mtp_heads
 from specdec_kernels.synthetic.shapes import shape_config
@@ -29,6 +29,7 @@ from support.observed_rounds import wrap_method
 from support.random_checkpoints import VOCAB, random_prompts
 from support.recorded_chains import record_chains
 from support.step_cases import StepReference, write_step
+from support.synthetic_mtp import expect_accepted_as_published, wide_target
 from support.tiny_checkpoint import Comparison, greedy_by_transformers
 
 patched = pytest.MonkeyPatch.context
@@ -156,24 +157,14 @@ def test_step_drafts_by_its_layers_and_keeps_the_text(
 
 @pytest.mark.parametrize("in_memory", [False, *exhaustive(True)])
 def test_synthetic_chain_is_accepted_as_often_as_published(in_memory: bool, tmp_path: Path) -> None:
-    config, cpu = shape_config("tiny-step"), torch.device("cpu")
-    config.hidden_size = 512
-    text = SyntheticText.of(config.vocab_size, mtp_text_length(config))
-    target = synthetic_causal_lm(config, text, device=cpu, dtype=torch.float32)
-    acceptance = PublishedAcceptance("math", "mtp")
+    (target, text), acceptance = wide_target("tiny-step"), PublishedAcceptance("math", "mtp")
     if not in_memory:
         save_with_mtp(target, synthetic_mtp(target, text, acceptance, STEP), tmp_path / "target")
     heads = synthetic_mtp_heads(target, text, acceptance) if in_memory else None
-    chain = mean_accept_length(acceptance.rates[:LAYERS])
-    for topk, num_nodes in ((1, 4), (4, 16)):
-        draft = MTP(heads, num_steps=LAYERS, topk=topk, num_nodes=num_nodes)
-        with make_engine(target if in_memory else tmp_path / "target", draft, max_len=640) as engine:
-            [output] = engine.generate([text.tokens(3, 10)], SamplingParams(max_new_tokens=512))
-        assert output.tokens == text.tokens(13, 512)
-        if topk == 1:
-            assert output.stats.accept_length == pytest.approx(chain, rel=0.05)
-        else:
-            assert output.stats.accept_length > chain + 0.3
+    source = target if in_memory else tmp_path / "target"
+    expect_accepted_as_published(
+        lambda draft: make_engine(source, draft, max_len=640), text, acceptance.rates[:LAYERS], heads
+    )
 
 
 def test_synthetic_chain_is_written_as_published(tmp_path: Path) -> None:
