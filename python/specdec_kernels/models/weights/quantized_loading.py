@@ -182,18 +182,18 @@ def unstack_experts(
     Raises:
         ValueError: other modules than experts have such tensors; a number of experts that is not the model's.
     """
-    alone, rest = set[str](), dict(tensors)
+    stacked = dict[str, dict[str, Tensor]]()
     for path in linears:
-        of_path = {name: rest.get(f"{path}.{name}") for name in scheme.tensors | scheme.optional}
+        of_path = {name: tensors.get(f"{path}.{name}") for name in scheme.tensors | scheme.optional}
         given = {name: tensor for name, tensor in of_path.items() if tensor is not None}
-        if all(tensor.dim() < 3 for tensor in given.values()):
-            alone.add(path)
-            continue
+        if any(tensor.dim() > 2 for tensor in given.values()):
+            stacked[path] = given
+    alone, rest, modules = linears - stacked.keys(), dict(tensors), dict(model.named_modules())
+    merged = merged_names((f"{path}.weight" for path in stacked), model)
+    for path, given in stacked.items():
         if missing := sorted(scheme.tensors - given.keys()):
             raise ValueError(f"{what} lacks {path}.{missing[0]}, expected every tensor of the model and no other")
-        [merged] = merged_names([f"{path}.weight"], model).values()
-        experts, part = merged.rpartition(".")[0], path.rpartition(".")[2]
-        modules = dict(model.named_modules())
+        experts, part = merged[f"{path}.weight"].rpartition(".")[0], path.rpartition(".")[2]
         if experts not in modules or not experts.endswith(".experts") or part not in PARTS:
             raise ValueError(f"{what} has a quantized {path}, expected quantized projections and experts alone")
         count = experts_in(modules[experts])
