@@ -26,21 +26,23 @@ class EngineFlag(NamedTuple):
         option: the field.
         parser: keyword arguments of `add_argument`.
         hidden: earlier spellings, still accepted.
+        sets: the value that the flag gives if it takes no argument.
     """
 
     option: str
     parser: dict[str, Any]
     hidden: tuple[str, ...] = ()
+    sets: bool = True
 
     def value(self, given: Any) -> Any:
         """Return the option's value for what the parser read; None leaves the default."""
-        if self.option in ("cuda_graph", "prefix_cache", "custom_all_reduce"):  # flags that disable
-            return False if given else None
+        if self.parser.get("action") == "store_true":
+            return self.sets if given else None
         if self.option == "dtype" and given is not None:
             import torch
 
             return getattr(torch, given)
-        return given or None if self.parser.get("action") == "store_true" else given
+        return given
 
 
 FLAGS: dict[str, EngineFlag] = {
@@ -96,6 +98,7 @@ FLAGS: dict[str, EngineFlag] = {
     "--disable-custom-all-reduce": EngineFlag(
         "custom_all_reduce",
         {"action": "store_true", "help": "with --tp, reduce small tensors by NCCL instead of kernels of ours"},
+        sets=False,
     ),
     "--enable-deterministic-inference": EngineFlag(
         "batch_invariant",
@@ -109,9 +112,13 @@ FLAGS: dict[str, EngineFlag] = {
             "help": "prefill every prompt whole (default: reuse cached prefixes, unless layers have sliding windows or "
             "inference is deterministic)",
         },
+        sets=False,
     ),
     "--disable-cuda-graph": EngineFlag(
-        "cuda_graph", {"action": "store_true", "help": "launch rounds kernel by kernel"}, ("--no-cuda-graph",)
+        "cuda_graph",
+        {"action": "store_true", "help": "launch rounds kernel by kernel"},
+        ("--no-cuda-graph",),
+        sets=False,
     ),
 }
 
