@@ -45,7 +45,11 @@ from support.tiny_checkpoint import tokenizer
 
 TEXT = "def area("
 CALL = 'I say:<tool_call>\n{"name": "area", "arguments": {"width": 3}}\n</tool_call>\n'
-AREA = {"type": "function", "function": {"name": "area", "description": "of a square", "parameters": {}}}
+AREA: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "area", "description": "of a square", "parameters": {}},
+}
+NO_TOOLS = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}
 LONG = 100_000
 
 
@@ -736,6 +740,10 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls[0] is 3, expected a function with its name", "messages"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]}, 'messages[0].tool_calls[0] is {"function": {"name": "f", "arguments": "x"}}, expected arguments that are an object as JSON', "messages"),
         (CHAT, {"tools": [{"type": "web_search"}]}, 'tools[0] is {"type": "web_search"}, expected {"type": "function", "function": {"name": ...}}', "tools"),
+        (CHAT, {"tools": [AREA | {"function": AREA["function"] | {"parameters": "int"}}]}, 'tools[0].function.parameters is "int", expected an object', "tools"),
+        (CHAT, {"tools": [AREA | {"function": {"name": "f", "description": 5}}]}, "tools[0].function.description is 5, expected a string", "tools"),
+        (CHAT, {"tools": [AREA | {"function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict is 1, expected true or false", "tools"),
+        (CHAT, {"tools": [AREA], "tool_choice": NO_TOOLS}, f'tool_choice is {json.dumps(NO_TOOLS)[:57]}..., expected one of tools, which are ["area"]', "tool_choice"),
         (CHAT, {"tools": [AREA], "parallel_tool_calls": 0}, "parallel_tool_calls is 0, expected true or false", "parallel_tool_calls"),
         (CHAT, {"tools": [AREA], "tool_choice": "any"}, 'tool_choice is "any", expected "auto", "none", "required" or {"type": "function", "function": {"name": ...}}', "tool_choice"),
         (CHAT, {"tool_choice": "required"}, 'tool_choice is "required", expected one of tools, which are []', "tool_choice"),
@@ -755,6 +763,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"modalities": ["audio"]}, 'modalities is ["audio"], expected none (this field is not supported)', "modalities"),
         (CHAT, {"top_k": True}, "top_k is true, expected an integer", "top_k"),
         (CHAT, {"functions": [1]}, "functions is [1], expected none (this field is not supported)", "functions"),
+        (CHAT, {"": 1}, '"" is 1, expected none (this field is not supported)', '""'),
+        (CHAT, {"x" * 99: 1}, f'"{"x" * 56}... is 1, expected none (this field is not supported)', f'"{"x" * 56}...'),
         (COMPLETIONS, {"prompt": None}, "prompt is missing, expected a string, a list of token ids, or a list of either", "prompt"),
         (COMPLETIONS, {"prompt": []}, "prompt is [], expected a string, a list of token ids, or a list of either", "prompt"),
         (COMPLETIONS, {"prompt": ""}, "prompt is empty, expected at least 1 token", "prompt"),

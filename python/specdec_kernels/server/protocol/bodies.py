@@ -23,7 +23,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ...engine.params import MAX_LOGPROBS
 from .. import strict_json
-from .errors import Object, RequestError, shown, unexpected
+from .errors import Object, RequestError, field_name, shown, unexpected
 from .inert import OF_CHAT, OF_TEXT, Inert, asks_for_nothing
 from .settings import Settings
 
@@ -364,7 +364,7 @@ def validate(kind: type[AnyBody], values: Object, settings: Settings) -> AnyBody
         body = kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{field_name(part)}" for part in first["loc"])[1:]
         raise unexpected(where, first["input"], EXPECTED.get(first["type"], first["msg"])) from error
     if body.model is not None:
         check_model(body.model, settings)

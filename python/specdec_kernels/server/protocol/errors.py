@@ -53,6 +53,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def field_name(name: str) -> str:
+    """Return the name of a field as messages show it: an empty or long one as a value."""
+    return name if 1 <= len(name) <= 60 else shown(name)
+
+
 def without_folders(message: str) -> str:
     """Return a message of other code with the names of files alone: folders of the server are its own business."""
     return re.sub(r"(?<![\w:/.])/(?:[^\s/'\":]+/)+([^\s/'\":]*)", r"\1", message)

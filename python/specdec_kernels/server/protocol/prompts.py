@@ -13,6 +13,13 @@ from .bodies import AllowedChoice, ConversationBody, PromptBody
 from .errors import Object, RequestError, shown, unexpected, without_folders
 from .settings import Settings
 
+# Fields of a function, next to its name, that may be missing or null.
+FUNCTION_FIELDS: dict[str, tuple[type, str]] = {
+    "description": (str, "a string"),
+    "parameters": (dict, "an object"),
+    "strict": (bool, "true or false"),
+}
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -92,6 +99,15 @@ def options_of_effort(effort: str | None, field: str, template: str) -> Object:
     return {}
 
 
+def check_functions(tools: Sequence[Object]) -> None:
+    """Refuse a function with a field of another type than OpenAI's; chat templates get its fields as they are given."""
+    for index, tool in enumerate(tools):
+        for name, (kind, expected) in FUNCTION_FIELDS.items():
+            value = tool["function"].get(name)
+            if value is not None and not isinstance(value, kind):
+                raise unexpected(f"tools[{index}].function.{name}", value, expected)
+
+
 def read_tool_choice(body: ConversationBody) -> tuple[list[Object], bool]:
     """Return the tools that may be called, and whether one of them must be."""
     tools, choice = body.tools, body.tool_choice
@@ -103,17 +119,19 @@ def read_tool_choice(body: ConversationBody) -> tuple[list[Object], bool]:
     elif not isinstance(choice, str):
         wanted = [choice["function"]["name"]]
     names = [tool["function"]["name"] for tool in tools]
-    if not names or not set(wanted or ()) <= set(names):
+    must_call = not isinstance(choice, AllowedChoice) or choice.allowed_tools.mode == "required"
+    allowed = [tool for tool in tools if wanted is None or tool["function"]["name"] in wanted]
+    if not set(wanted or ()) <= set(names) or (must_call and not allowed):
         given = choice.model_dump() if isinstance(choice, AllowedChoice) else choice
         raise unexpected("tool_choice", given, f"one of tools, which are {shown(names)}")
-    must_call = not isinstance(choice, AllowedChoice) or choice.allowed_tools.mode == "required"
-    return [tool for tool in tools if wanted is None or tool["function"]["name"] in wanted], must_call
+    return allowed, must_call
 
 
 def read_conversation(body: ConversationBody, settings: Settings) -> Conversation:
     """Read messages, tools and the arguments of the chat template."""
     if not body.messages:
         raise unexpected("messages", [], "at least 1 message")
+    check_functions(body.tools)
     tools, must_call = read_tool_choice(body)
     options = dict(body.chat_template_kwargs)
     for reserved in options:
