@@ -407,6 +407,11 @@ def test_synthetic_drafter_refuses_by_name() -> None:
         ("dspark", {"target_layer_ids": [3]}, "target_layer_ids is [3], expected -1 to 2"),
         ("dspark", {"num_hidden_layers": 3}, "num_hidden_layers is 3, expected the 2 of the tensors"),
         ("dflash", {"dflash_config": {"attention_value_scale": 0.5}}, "attention_value_scale is 0.5, expected 1.0"),
+        (
+            "dflash",
+            {"architectures": [["a"]]},
+            "DFlash head: architectures is [['a']], expected one of DFlashDraftModel (not",
+        ),
         ("dflash", {"architectures": 3}, "DFlash head: architectures is 3, expected one of DFlashDraftModel (not"),
         ("dflash", {"final_logit_softcapping": {}}, "final_logit_softcapping is {}, expected a finite number"),
         ("dflash", {"input_embedding_scale": "2"}, "input_embedding_scale is '2', expected a finite number"),

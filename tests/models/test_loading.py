@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from specdec_kernels import hf
 from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone
 from specdec_kernels.models.weights.checkpoint import kind_of, load_tensors, tensor_names
 from specdec_kernels.tiny import tiny_model
+from support.hybrid_cases import hybrid_module
 from support.random_checkpoints import random_prompts, save_random_model
 from support.tiny_checkpoint import tokenizer
 
@@ -238,8 +238,8 @@ def test_tensors_of_experts_must_be_all_there_and_fit_each_other(tmp_path: Path)
     def cut(tensors: dict[str, Tensor]) -> None:
         tensors[name] = tensors[name][:5].clone()
 
-    message = refusal(changed(whole, tmp_path / "y", cut))
-    assert re.fullmatch(r"model: .*y does not load \(RuntimeError: .*\), expected every tensor of the .*", message)
+    other, end = changed(whole, tmp_path / "y", cut), "expected every tensor of the model and no other"
+    assert refusal(other) == f"model: {other} has {name} of shape [5, 96] (other experts: [64, 96]), {end}"
 
 
 def test_integers_are_no_weights_of_a_folder_that_is_not_quantized(folder: Path, tmp_path: Path) -> None:
@@ -268,6 +268,30 @@ def test_configs_that_transformers_refuses_are_named(
     assert refusal(other).startswith(f"model: {other} {reason}")
     (other / "config.json").write_text("[1]")
     assert refusal(other).startswith(f"model: {other} has a config that transformers refuses (TypeError: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": ["llama"]}, "model_type ['llama'], expected one that transformers knows (code that comes with a model is not run)"),
+        ({"quantization_config": [1]}, "quantization_config [1], expected an object"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": [1]}},
+         "a quantization_config that cannot be read (AttributeError: 'list' object has no attribute 'values'), expected one of compressed-tensors"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps 0.0, expected a finite number above 0"),
+    ],
+)  # fmt: skip
+def test_config_entries_of_other_types_are_refused_by_name(
+    changes: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    other = changed(folder, tmp_path / "x", **changes)
+    assert refusal(other) == f"model: {other} has {message}"
+
+
+def test_config_of_a_hybrid_with_a_size_of_another_type_is_refused(tmp_path: Path) -> None:
+    hybrid_module("zamba2").save_pretrained(tmp_path / "whole")
+    folder = changed(tmp_path / "whole", tmp_path / "x", mamba_headdim=[7, 7])
+    why = 'zamba2 has a config that cannot be read (TypeError: can only concatenate list (not "int") to list)'
+    assert refusal(folder) == f"model: {why}, expected values of the kinds that published ones have"
 
 
 def test_tied_heads_and_rotations_are_no_fault(tmp_path: Path) -> None:

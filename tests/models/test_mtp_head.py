@@ -236,6 +236,20 @@ def test_tensors_that_do_not_fit_are_refused_by_name(change: Any, message: str, 
     assert str(error.value) == f"MTP head: {folder} {message}"
 
 
+def test_experts_that_do_not_fit_each_other_are_refused_by_name(tmp_path: Path) -> None:
+    folder, name = write_target_with_mtp(tmp_path / "target", "glm4_moe"), "model.layers.2.mlp.experts.3.up_proj.weight"
+    target, whole = target_of(folder), load_file(folder / "model.safetensors")
+    others = {key: tensor for key, tensor in whole.items() if key != name}
+    for tensors, why in (
+        (others | {name: whole[name][:5].clone()}, f"has {name} of shape [5, 96] (other experts: [64, 96])"),
+        (others, f"lacks {name}"),
+    ):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError) as error:
+            head_of(folder, target)
+        assert str(error.value) == f"MTP head: {folder} {why}, expected every tensor of the layer and no other"
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

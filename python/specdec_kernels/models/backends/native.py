@@ -21,22 +21,31 @@ from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
 from ..state_cache import StateCache
 from ..weights.loading import load_causal_lm, place
-from ..weights.model_config import config_of, keep_text_only
+from ..weights.model_config import config_of, in_a_line, keep_text_only
 from ..weights.sharding import DIVISION, Division
 from ..weights.update import write_over
 from .base import PagedModel
 from .self_check import CHECKED_NODES, CHECKED_ROWS, ModuleMismatchError, check_against_module
 
 
+class UnreadableConfigError(ValueError):
+    """A config with an entry of another type than published ones, with which no implementation can run."""
+
+
 def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> Family:
     """Return the family that makes the layers of such a model.
 
     Raises:
+        UnreadableConfigError: an entry of another type than published ones.
         ValueError: what they cannot express, by name.
     """
     family = family_of(config, name)
-    family.check(name)
-    family.check_len(max_len, name)
+    try:
+        family.check(name)
+        family.check_len(max_len, name)
+    except (AttributeError, LookupError, TypeError) as error:  # an entry of another type
+        why = f"{config.model_type} has a config that cannot be read ({in_a_line(error)})"
+        raise UnreadableConfigError(f"{name}: {why}, expected values of the kinds that published ones have") from error
     return family
 
 

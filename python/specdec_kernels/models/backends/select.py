@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..families import family_of, largest
+from ..families import family_of, known_families, largest
 from ..language_model import LanguageModel
 from ..options import ModelOptions
 from ..state_cache import bytes_of
 from ..weights.model_config import config_of, storage_of
-from .native import CausalLM, check_supported
+from .native import CausalLM, UnreadableConfigError, check_supported
 from .transformers import TransformersLM
 
 IMPLEMENTATIONS = ("auto", "native", "transformers")
@@ -33,7 +33,8 @@ def implementation_of(config: Any, max_len: int, implementation: str = "auto", n
         name: of the model in errors.
 
     Raises:
-        ValueError: no such implementation; native, or a hybrid, for a model that our layers cannot express.
+        ValueError: no such implementation; native, or a hybrid, for a model that our layers cannot express; a config
+            with an entry that no implementation computes.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"Engine: implementation is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
@@ -41,26 +42,22 @@ def implementation_of(config: Any, max_len: int, implementation: str = "auto", n
         if getattr(config, "sub_configs", None):
             raise ValueError(f"{name}: {config.model_type} is made of several models, expected one")
         raise ValueError(f"{name}: {config.model_type} has no attention in its layers, expected a model that has")
+    family = family_of(config, name) if config.model_type in known_families() else None
+    if family is not None:
+        family.check_entries(name)
     if implementation != "auto":
         if implementation == "native":
             check_supported(config, max_len, name)
         return implementation
     try:
         check_supported(config, max_len, name)
+    except UnreadableConfigError:
+        raise
     except ValueError:
-        if is_hybrid(config):  # transformers' modules keep one recurrent state, which no tree can share
-            raise
+        if family is not None and family.state_specs(torch.float32):
+            raise  # transformers' modules keep one recurrent state, which no tree can share
         return "transformers"
     return "native"
-
-
-def is_hybrid(config: Any) -> bool:
-    """Return whether a registered family makes layers with a recurrent state for this config."""
-    try:
-        family = family_of(config)
-    except ValueError:
-        return False
-    return bool(family.state_specs(torch.float32))
 
 
 def open_language_model(

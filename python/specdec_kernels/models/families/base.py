@@ -116,6 +116,9 @@ class Family:
         if (head_dim := head_dim_of(self.config)) > HEAD_DIMS[-1]:
             raise ValueError(f"{name}: head_dim is {head_dim}, expected at most {HEAD_DIMS[-1]}")
 
+    def check_entries(self, name: str = "model") -> None:
+        """Raise ValueError for an entry of the config that transformers' modules leave out, too."""
+
     def check_len(self, max_len: int, name: str = "model") -> None:
         """Raise ValueError if sequences of `max_len` tokens are too long for the model."""
         check_length(self.config, max_len, name)

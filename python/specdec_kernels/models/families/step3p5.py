@@ -77,8 +77,7 @@ if Step3p5Config not in AutoModelForCausalLM._model_mapping:
 class Step3p5(Llama):
     model_type = "step3p5"
 
-    def check(self, name: str = "model") -> None:
-        super().check(name)
+    def check_entries(self, name: str = "model") -> None:
         config = self.config
         for entry, computed in COMPUTED.items():
             if (value := getattr(config, entry, computed)) != computed:

@@ -256,7 +256,8 @@ def expect_architecture(config: Any, name: str, kind: str) -> None:
             raise ValueError(f"{name}: speculators_model_type is {written!r}, expected {kind!r}")
         return
     architectures, known = getattr(config, "architectures", None), ARCHITECTURES[kind]
-    if architectures and not (isinstance(architectures, list) and any(each in known for each in architectures)):
+    given = architectures if isinstance(architectures, list) else []
+    if architectures and not any(isinstance(each, str) and each in known for each in given):
         raise ValueError(
             f"{name}: architectures is {architectures}, expected one of {', '.join(sorted(known))} (not supported)"
         )

@@ -26,10 +26,10 @@ from ..layers.linear import Linear, linear_of
 from ..layers.norm import Norm, RMSNorm
 from ..layers.paged_batch import PagedBatch
 from ..layers.quantized import Fp8Weight
-from ..weights.checkpoint import load_tensors, local_folder, some, tensor_names
+from ..weights.checkpoint import fault_of_experts, load_tensors, local_folder, some, tensor_names
 from ..weights.formats import fitting_weight
 from ..weights.loading import DTYPES, check_modules, place
-from ..weights.model_config import config_of, config_values, scheme_in
+from ..weights.model_config import config_of, config_values, in_a_line, scheme_in
 from ..weights.mtp_layouts import (
     EMBEDDING,
     EMBEDDING_NORM,
@@ -382,7 +382,7 @@ def model_of_layers(
     Modules that are to be `replaced` are small; so are the embedding and the LM head.
 
     Raises:
-        ValueError: a type without a language model of its own.
+        ValueError: a type without a language model of its own; experts that do not fit each other.
     """
     config = checkpoint.config
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -393,14 +393,22 @@ def model_of_layers(
     with torch.device("meta"):
         names = module_names(kind._from_config(deepcopy(short)))
     given = {f"{path}.weight": torch.zeros(small[path]) for path in replaced} | dict(tensors)
-    lm, info = kind.from_pretrained(
-        None,
-        config=short,
-        state_dict={in_module(key, names): tensor for key, tensor in given.items()},
-        dtype=dtype,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    try:
+        lm, info = kind.from_pretrained(
+            None,
+            config=short,
+            state_dict={in_module(key, names): tensor for key, tensor in given.items()},
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # experts that do not fit each other
+        stored_name = checkpoint.layout.stored_name
+        why = fault_of_experts({f"{checkpoint.prefix}{stored_name(key)}": each.shape for key, each in tensors.items()})
+        why = why or f"has an MTP layer that does not load ({in_a_line(error)})"
+        raise ValueError(
+            f"{NAME}: {checkpoint.folder} {why}, expected every tensor of the layer and no other"
+        ) from error
     ours = {name: own for own, name in names.items()}
     missing = [in_module(key, ours) for key in sorted(info["missing_keys"])]
     unknown = [in_module(key, ours) for key in sorted(info["unexpected_keys"])]
@@ -423,6 +431,8 @@ def config_of_layers(config: Any, index: int, has_experts: bool) -> Any:
         has_experts = kinds[index] == "sparse"
     different: dict[str, Any] = {}
     if getattr(config, "is_heterogeneous", False):
+        if types[0] not in config.layer_types:
+            raise ValueError(f"{NAME}: layer_types has {types[0]!r} for an MTP layer, expected a type of the target's")
         alike = config.per_layer_config[types[0]]
         different = {name: getattr(alike, name) for name in config.per_layer_attributes}
         config.per_layer_config = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,18 +138,29 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return weight_map(file) if file.suffix == ".json" else dict.fromkeys(tensor_names(folder), file.name)
 
 
-def stored_dtypes(folder: Path) -> dict[str, str]:
-    """Return the dtype of each tensor, such as F32, F8_E4M3 or I8, without reading any."""
-    found = dict[str, str]()
+class Stored(NamedTuple):
+    """What a file says of a tensor: its dtype, such as F32, F8_E4M3 or I8, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Return dtype and shape of each tensor, without reading any."""
+    found = dict[str, Stored]()
     files = tensor_files(folder)
     for file in sorted(set(files.values())):
         path = folder / file
         if path.suffix == ".safetensors":
             with readable(path), safe_open(path, "pt") as tensors:
-                dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+                of_file = {name: Stored(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
         else:
-            dtypes = {name: dtype_name(tensor.dtype) for name, tensor in unpickled(path, "meta").items()}
-        found |= {name: dtype for name, dtype in dtypes.items() if files.get(name) == file}
+            of_file = {
+                name: Stored(dtype_name(tensor.dtype), tuple(tensor.shape))
+                for name, tensor in unpickled(path, "meta").items()
+            }
+        found |= {name: stored for name, stored in of_file.items() if files.get(name) == file}
     return found
 
 
@@ -162,21 +174,30 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def float8_tensors(folder: Path) -> set[str]:
     """Return the names of the tensors in one of the float8 dtypes, without reading any."""
-    return {name for name, dtype in stored_dtypes(folder).items() if dtype.startswith("F8")}
+    return {name for name, stored in stored_tensors(folder).items() if stored.dtype.startswith("F8")}
 
 
 EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 
 
-def missing_of_experts(folder: Path) -> list[str]:
-    """Return the tensors that some expert of a layer lacks and another has, by their names."""
-    experts, parts, names = dict[str, set[str]](), dict[str, set[str]](), set(tensor_names(folder))
-    for match in filter(None, map(EXPERT.fullmatch, names)):
+def fault_of_experts(shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Return why the experts of a layer do not fit each other, in words; None: they do.
+
+    Some have a tensor of another shape than most, or lack one that others have. `shapes` are those of all tensors.
+    """
+    experts, parts = dict[str, set[str]](), dict[tuple[str, str], dict[str, tuple[int, ...]]]()
+    for match in filter(None, map(EXPERT.fullmatch, sorted(shapes))):
         layer, expert, part = match.groups()
         experts.setdefault(layer, set()).add(expert)
-        parts.setdefault(layer, set()).add(part)
-    wanted = {f"{layer}{expert}{part}" for layer in experts for expert in experts[layer] for part in parts[layer]}
-    return sorted(wanted - names)
+        parts.setdefault((layer, part), {})[match[0]] = tuple(shapes[match[0]])
+    for alike in parts.values():
+        [(most, _)] = Counter(alike.values()).most_common(1)
+        for name, shape in alike.items():
+            if shape != most:
+                return f"has {name} of shape {list(shape)} (other experts: {list(most)})"
+    wanted = {f"{layer}{expert}{part}" for layer, part in parts for expert in experts[layer]}
+    missing = sorted(wanted - shapes.keys())
+    return f"lacks {some(missing)}" if missing else None
 
 
 def load_tensors(folder: Path, wanted: Callable[[str], object] = ALL) -> dict[str, Tensor]:

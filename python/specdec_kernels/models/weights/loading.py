@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from ..layers.moe import QuantizedExperts
 from ..layers.quantized import Fp8Weight, QuantizedLinear
 from .adapters import merge_adapter
-from .checkpoint import float8_tensors, local_folder, missing_of_experts, some, stored_dtypes, tensor_names
+from .checkpoint import fault_of_experts, float8_tensors, local_folder, some, stored_tensors, tensor_names
 from .divided_loading import load_divided
 from .formats import Scheme
 from .kv_scales import SCALE_NAME
@@ -172,9 +172,10 @@ def from_folder(
     except OSError:
         raise
     except Exception as error:  # sizes that no module has; experts that do not fit each other
-        lacking = missing_of_experts(Path(source)) if Path(source).is_dir() else []
-        why = f"lacks {some(lacking)}, expected" if lacking else f"does not load ({in_a_line(error)}), expected"
-        raise ValueError(f"{name}: {source} {why} every tensor of the model and no other") from error
+        stored = stored_tensors(Path(source)) if Path(source).is_dir() else {}
+        why = fault_of_experts({tensor: each.shape for tensor, each in stored.items()})
+        why = why or f"does not load ({in_a_line(error)})"
+        raise ValueError(f"{name}: {source} {why}, expected every tensor of the model and no other") from error
     draft_prefixes += mtp_prefixes(info["unexpected_keys"], num_layers)
     setattr(model, LEFT_OUT, draft_prefixes)
     known = known_as(theirs, model)
@@ -206,10 +207,11 @@ def check_floats(folder: Path, left_out: set[str], what: str) -> None:
     Raises:
         ValueError: one of them.
     """
-    for tensor, dtype in sorted(stored_dtypes(folder).items()):
-        if tensor.endswith(".weight") and tensor not in left_out and not dtype.startswith(("F", "BF")):
+    for tensor, stored in sorted(stored_tensors(folder).items()):
+        if tensor.endswith(".weight") and tensor not in left_out and not stored.dtype.startswith(("F", "BF")):
             raise ValueError(
-                f"{what} has {tensor} of {dtype}, expected floats (its config names no way in which it is quantized)"
+                f"{what} has {tensor} of {stored.dtype}, "
+                "expected floats (its config names no way in which it is quantized)"
             )
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -36,6 +38,10 @@ PLAIN_TEXT_DECODERS = (
     "video_llava", "vipllava",
 )  # fmt: skip
 
+# Entries that transformers may leave unchecked, of layers too, as published configs are translated.
+SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+
 # Names in configs of the tokens that images, audio and video replace.
 PLACEHOLDERS = tuple(f"{modality}_token_{end}" for end in ("index", "id") for modality in ("audio", "video", "image"))
 
@@ -52,12 +58,38 @@ def config_of(model: str | Path | nn.Module, name: str = "model") -> Any:
     expect_kind(model, LANGUAGE_MODEL, name)
     values = config_values(model, name)
     scheme_in(values, f"{name}: {model}")
-    if values.get("model_type") not in CONFIG_MAPPING:
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"{name}: {model} has model_type {values.get('model_type')!r}, "
+            f"{name}: {model} has model_type {model_type!r}, "
             "expected one that transformers knows (code that comes with a model is not run)"
         )
-    return text_config(whole_config(model, name))
+    config = text_config(whole_config(model, name))
+    check_entries(config, f"{name}: {model}")
+    return config
+
+
+def check_entries(config: Any, what: str) -> None:
+    """Raise ValueError for an entry that is read here, and whose value transformers does not check."""
+    if not isinstance(config.dtype, torch.dtype | None):
+        raise ValueError(f"{what} has dtype {config.dtype!r}, expected the name of a dtype of torch")
+    parts = [config]
+    if getattr(config, "is_heterogeneous", False):
+        parts = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    for part in parts:
+        for name in SIZES:
+            size = getattr(part, name, None)
+            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
+                raise ValueError(f"{what} has {name} {size!r}, expected an integer from 0 on")
+        for name in EPSILONS:
+            epsilon = getattr(part, name, None)
+            if epsilon is not None and not (isinstance(epsilon, int | float) and 0 < epsilon < inf):
+                raise ValueError(f"{what} has {name} {epsilon!r}, expected a finite number above 0")
+        angles = getattr(part, "rope_parameters", None) or {}
+        for values in (angles, *(each for each in angles.values() if isinstance(each, dict))):
+            share = values.get("partial_rotary_factor")
+            if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+                raise ValueError(f"{what} has partial_rotary_factor {share!r}, expected a number above 0, at most 1")
 
 
 def config_values(source: str | Path, name: str) -> dict[str, Any]:
@@ -152,18 +184,26 @@ def scheme_in(values: dict[str, Any], what: str) -> Scheme | None:
     Raises:
         ValueError: quantized in an unsupported way.
     """
-    for config in (values, values.get("text_config") or {}):
+    text = values.get("text_config") or {}
+    for config in (values, text if isinstance(text, dict) else {}):
         for key in ("quantization_config", "compression_config"):
-            if (quantization := config.get(key)) and not only_kv_scales(quantization):
-                if is_mxfp4(values):
-                    return None
-                method = quantization.get("quant_method") or "a method without a name"
-                kinds = [str(quantization[kind]) for kind in ("format", "fmt", "quant_type") if quantization.get(kind)]
-                method += f" ({', '.join(kinds)})" if kinds else ""
-                try:
-                    return scheme_of(quantization)
-                except Unsupported as error:
-                    raise ValueError(f"{what} is quantized by {method}, {error}") from None
+            quantization = config.get(key)
+            if not isinstance(quantization, dict | None):
+                raise ValueError(f"{what} has {key} {quantization!r}, expected an object")
+            if not quantization or only_kv_scales(quantization):
+                continue
+            if is_mxfp4(values):
+                return None
+            method = str(quantization.get("quant_method") or "a method without a name")
+            kinds = [str(quantization[kind]) for kind in ("format", "fmt", "quant_type") if quantization.get(kind)]
+            method += f" ({', '.join(kinds)})" if kinds else ""
+            try:
+                return scheme_of(quantization)
+            except Unsupported as error:
+                raise ValueError(f"{what} is quantized by {method}, {error}") from None
+            except (AttributeError, LookupError, TypeError) as error:  # an entry of another type
+                why = f"has a {key} that cannot be read ({in_a_line(error)})"
+                raise ValueError(f"{what} {why}, expected one of {method}") from error
     return None
 
 
@@ -200,11 +240,14 @@ def storage_of(model: str | Path, config: Any) -> Storage:
 
 def is_mxfp4(values: dict[str, Any]) -> bool:
     """Return whether weights are MXFP4, which transformers dequantizes to bfloat16 exactly."""
-    return (values.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    quantization = values.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def only_kv_scales(quantization: dict[str, Any]) -> bool:
     """Return whether only KV is quantized: one scale a layer for float8_e4m3fn, which `kv_scales` reads."""
-    scheme = quantization.get("kv_cache_scheme") or {}
+    scheme = quantization.get("kv_cache_scheme")
     wanted = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    return not quantization.get("config_groups") and all(scheme.get(key) == value for key, value in wanted.items())
+    if quantization.get("config_groups") or not isinstance(scheme, dict):
+        return False
+    return all(scheme.get(key) == value for key, value in wanted.items())

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..kv_pools import KvPools
 from ..layers.moe import QuantizedExperts
 from ..layers.quantized import Fp8Weight, QuantizedLinear, QuantizedWeight
-from .checkpoint import some
+from .checkpoint import fault_of_experts, some
 from .formats import Scheme, fitting_weight
 from .kv_scales import FP8, SCALE_NAME
 from .mtp_layouts import LEFT_OUT, mtp_prefixes
@@ -122,7 +122,8 @@ class Skeleton:
         for key, got, expected in sorted(info.mismatched_keys):
             raise ValueError(f"{name} has {key} of shape {list(got)}, expected {list(expected)}")
         for key in sorted(info.conversion_errors):
-            raise ValueError(f"{name} has a part of {key}, expected all of the tensors that it is made of")
+            why = fault_of_experts({each: tensor.shape for each, tensor in weights.items()}) or f"has a part of {key}"
+            raise ValueError(f"{name} {why}, expected all of the tensors that {key} is made of")
         return placed
 
     def _leaves_out(self, key: str, unexpected: Collection[str]) -> bool:
