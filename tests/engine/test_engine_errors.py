@@ -220,6 +220,21 @@ def test_engine_missing_folder_is_refused(folder: Path, path: str | Path) -> Non
             make_engine(folder, draft=draft)
 
 
+@pytest.mark.parametrize(
+    ("model", "given"), [(5, "a int"), ("", "''"), (["a"], "a list")], ids=["number", "empty", "list"]
+)
+def test_engine_model_that_is_no_path_is_refused(model: Any, given: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Engine(model)
+    assert str(error.value) == f"Engine: model is {given}, expected an existing folder or a hub id"
+
+
+def test_engine_head_that_can_be_no_hub_id_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        make_engine(folder, draft=Eagle3("a b"))
+    assert str(error.value) == "Eagle3: head is 'a b', expected an existing folder or a hub id"
+
+
 def test_engine_head_hub_id_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         "specdec_kernels.models.weights.checkpoint.snapshot_download", lambda name, allow_patterns: tmp_path / name

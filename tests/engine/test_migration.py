@@ -371,6 +371,10 @@ def test_migration_refuses_inexact_requests(tmp_path: Path) -> None:
             ({"params": exported.values["params"] | {"loud": 1}}, "loud, expected none among params"),
         ):
             assert refused(a, with_values(**values)) == f"import_request: request has {why}"
+        biased = exported.values["params"] | {"logit_bias": [5]}
+        assert refused(a, with_values(params=biased)) == (
+            "import_request: request has logit_bias [5], expected pairs of a token and a number"
+        )
         assert refused(a, with_values(params={})) == ("import_request: request lacks client, expected it among params")
         tokens = exported.values["prompt"]
         assert refused(a, with_values(prompt=tokens * 20)) == (
@@ -391,6 +395,9 @@ def test_migration_refuses_inexact_requests(tmp_path: Path) -> None:
         without = {name: tensor for name, tensor in exported.tensors.items() if name != "slot.last_hidden"}
         assert refused(a, ExportedRequest(without, exported.values)) == (
             "import_request: request lacks slot.last_hidden, expected a tensor of shape [256]"
+        )
+        assert refused(a, ExportedRequest(exported.tensors | {"slot.last_hidden": [1]}, exported.values)) == (
+            "import_request: request has a list as slot.last_hidden, expected a tensor of shape [256]"
         )
         with make_engine(TARGET, eagle3(HEAD), "cpu") as b:
             assert refused(b) == "SamplingParams: regex is given, expected none without Engine(grammars=True)"

@@ -95,6 +95,14 @@ def test_text_is_the_targets_with_penalties(name: str, device: torch.device) -> 
     assert [output.tokens for output in outputs] == wanted()
 
 
+def test_penalties_beyond_64_bits_are_floats() -> None:
+    penalties: dict[str, Any] = {"repetition_penalty": 10**30, "presence_penalty": 2**63, "frequency_penalty": -(2**63)}
+    large = SamplingParams(3, temperature=10**30, **penalties)
+    edit = large.edits(1)
+    assert edit is not None and (edit.presence, edit.repetition) == (float(2**63), 1e30)
+    assert len(make_engine("none").generate(prompts()[:1], large)[0].tokens) == 3
+
+
 def test_penalties_change_texts() -> None:
     without = make_engine("none").generate(prompts(), [SamplingParams(NEW_TOKENS, ignore_eos=True)] * len(prompts()))
     for i, (free, text) in enumerate(zip(without, wanted(), strict=True)):

@@ -324,6 +324,13 @@ def test_what_is_no_weight_is_refused_by_name_and_nothing_changes() -> None:
         for weights, of_draft, error, message in [
             ([1], None, TypeError, "weights is a list, expected a mapping of names to tensors"),
             ({name: 1}, None, TypeError, f"weights['{name}'] is a int, expected a tensor"),
+            ({5: tensors[name]}, None, TypeError, "weights has a int, expected names of tensors"),
+            (
+                {name: tensors[name].to("meta")},
+                None,
+                ValueError,
+                f"weights['{name}'] is on the meta device, expected a tensor with elements",
+            ),
             (
                 good | {"model.layers.1.mlp.gate.weight": tensors[name]}, None, ValueError,
                 "weights has model.layers.1.mlp.gate.weight, unknown to LlamaForCausalLM, "

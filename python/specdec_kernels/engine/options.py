@@ -24,6 +24,29 @@ Class = TypeVar("Class")
 TuningSource = str | Path | Mapping[str, Any]
 
 
+# Kinds of the options that are no integers.
+KINDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+    (
+        (
+            "batch_invariant",
+            "calibrate",
+            "cuda_graph",
+            "custom_all_reduce",
+            "grammars",
+            "progress",
+            "trust_remote_code",
+        ),
+        bool,
+        "True or False",
+    ),
+    (("adaptive", "prefix_cache"), bool | None, "True, False or None"),
+    (("mem_fraction",), int | float | None, "a number or None"),
+    (("batch_sizes",), Sequence | None, "a list of integers or None"),
+    (("adapter", "trace"), str | Path | None, "a path or None"),
+    (("implementation",), str, "a string"),
+)
+
+
 def option(default: Any, doc: str) -> Any:
     """Declare a field of `EngineOptions` with its default and the text that `help` shows for it."""
     return field(default=default, metadata={"doc": doc})
@@ -160,6 +183,7 @@ class EngineOptions:
     progress: bool = option(False, "show progress while CUDA graphs are captured.")
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         if self.max_len is not None:
             check_at_least(2, max_len=self.max_len)
         check_at_least(1, num_slots=self.num_slots, page_size=self.page_size, prefill_chunk=self.prefill_chunk)
@@ -175,6 +199,16 @@ class EngineOptions:
         self._check_mem_fraction()
         self._check_batch_sizes()
         self._check_batch_invariant()
+
+    def _check_kinds(self) -> None:
+        for names, kinds, expected in KINDS:
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kinds):
+                    raise ValueError(f"Engine: {name} is {value!r}, expected {expected}")
+        if not (isinstance(self.tokenizer, str | Path | None) or hasattr(self.tokenizer, "decode")):
+            kind = type(self.tokenizer).__name__
+            raise ValueError(f"Engine: tokenizer is a {kind}, expected one of transformers, a path or a hub id")
 
     def _check_mem_fraction(self) -> None:
         if self.mem_fraction is None:

@@ -272,7 +272,7 @@ class SamplingParams:
             kinds |= Edit.MASK
         if not kinds:
             return None
-        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        penalties = float(self.presence_penalty), float(self.frequency_penalty), float(self.repetition_penalty)
         return LogitEdit(kinds, dict(self.logit_bias or {}), *penalties, num_prompt_tokens, new_matcher)
 
     def with_seed(self) -> SamplingParams:

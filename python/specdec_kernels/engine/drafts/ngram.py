@@ -46,7 +46,7 @@ class Ngram(Draft, Learner):
     def __post_init__(self) -> None:
         for option, high in (("num_nodes", 256), ("max_tokens", 1 << 30)):
             check_range(f"Ngram: {option}", getattr(self, option), 1, high)
-        if isinstance(self.corpus, str | Path):
+        if isinstance(self.corpus, str) or not isinstance(self.corpus, Sequence):
             raise ValueError(f"Ngram: corpus is {self.corpus}, expected a list of files")
 
     def needs(self, target: Any) -> Needs:

@@ -158,7 +158,7 @@ def check_values(values: Any, peer: MigrationPeer, checksum: Callable[[], str]) 
     if len(values["counts"]) != 4:
         raise ValueError(f"import_request: request has counts of {len(values['counts'])}, expected 4")
     asked = {field.name for field in fields(SamplingParams)}
-    for name in sorted(asked ^ values["params"].keys()):
+    for name in sorted(asked ^ values["params"].keys(), key=str):
         what = "lacks {}, expected it" if name in asked else "has {}, expected none"
         raise ValueError(f"import_request: request {what.format(name)} among params")
     begun = values["params"]["generated_token_ids"]
@@ -194,8 +194,9 @@ def check_tensors(exported: ExportedRequest, peer: MigrationPeer) -> None:
             raise ValueError(f"import_request: request has rows of {name} from {first} on, expected 0 to {most}")
     for name, spec in specs_of(peer.target, peer.draft, num_rows, first_rows).items():
         tensor, shape, dtype = exported.tensors.get(name), spec.shape, spec.like.dtype
-        if tensor is None:
-            raise ValueError(f"import_request: request lacks {name}, expected a tensor of shape {shape}")
+        if not isinstance(tensor, Tensor):
+            what = f"lacks {name}" if tensor is None else f"has a {type(tensor).__name__} as {name}"
+            raise ValueError(f"import_request: request {what}, expected a tensor of shape {shape}")
         if (list(tensor.shape), tensor.dtype) != (shape, dtype):
             got = f"shape {list(tensor.shape)} and {tensor.dtype}"
             raise ValueError(f"import_request: request has {name} of {got}, expected {shape} and {dtype}")
@@ -243,8 +244,10 @@ def plain_values(request: BaseRequest) -> dict[str, Any]:
 def params_of(values: Mapping[str, Any]) -> SamplingParams:
     """Return the parameters of an exported request."""
     given = dict(values["params"])
-    if given["logit_bias"] is not None:
-        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"]}
+    if (bias := given["logit_bias"]) is not None:
+        if not (isinstance(bias, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in bias)):
+            raise ValueError(f"import_request: request has logit_bias {bias!r}, expected pairs of a token and a number")
+        given["logit_bias"] = dict(bias)
     return SamplingParams(**given)
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -53,10 +54,18 @@ def expect_no_gguf(path: Path, name: str) -> None:
         )
 
 
+def expect_path(model: object, name: str) -> None:
+    """Raise a ValueError for what is neither a path nor a hub id."""
+    if not isinstance(model, str | Path) or model == "":
+        given = "''" if model == "" else f"a {type(model).__name__}"
+        raise ValueError(f"{name} is {given}, expected an existing folder or a hub id")
+
+
 def expect_folder(model: str | Path | nn.Module, name: str) -> None:
     """Raise a FileNotFoundError for a path (no hub id, no module) that is no folder."""
     if isinstance(model, nn.Module):
         return
+    expect_path(model, name)
     expect_no_gguf(Path(model), name)
     text = str(model)
     meant = isinstance(model, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1
@@ -69,13 +78,17 @@ def local_folder(model: str | Path, name: str) -> Path:
     expect_folder(model, name)
     if Path(model).is_dir():
         return Path(model)
-    return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except HFValidationError as error:
+        raise ValueError(f"{name} is {str(model)!r}, expected an existing folder or a hub id") from error
 
 
 def expect_kind(model: str | Path | nn.Module, wanted: Kind, name: str) -> None:
     """Raise a ValueError for a folder (no hub id, no module) that holds something else than `wanted`."""
     if isinstance(model, nn.Module):
         return
+    expect_path(model, name)
     expect_no_gguf(Path(model), name)
     if not Path(model).is_dir():
         return

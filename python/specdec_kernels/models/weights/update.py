@@ -52,12 +52,16 @@ def write(updates: Iterable[Update]) -> None:
 
 
 def expect_tensors(weights: Mapping[str, Tensor], name: str) -> None:
-    """Raise a TypeError, which calls the mapping `name`, unless it maps names to tensors."""
+    """Raise TypeError or ValueError unless a mapping, in errors `name`, is of names to tensors with elements."""
     if not isinstance(weights, Mapping):
         raise TypeError(f"{name} is a {type(weights).__name__}, expected a mapping of names to tensors")
     for key, tensor in weights.items():
+        if not isinstance(key, str):
+            raise TypeError(f"{name} has a {type(key).__name__}, expected names of tensors")
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}[{key!r}] is a {type(tensor).__name__}, expected a tensor")
+        if tensor.is_meta:
+            raise ValueError(f"{name}[{key!r}] is on the meta device, expected a tensor with elements")
 
 
 def expect_floats(weights: Mapping[str, Tensor], name: str) -> None:
