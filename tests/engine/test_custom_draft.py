@@ -560,6 +560,8 @@ def test_trees_of_other_shapes_are_refused_by_name(change: Any, message: str) ->
         (lambda: Ngram(num_nodes=0), "Ngram: num_nodes is 0, expected 1 to 256"),
         (lambda: Ngram(max_tokens=0), "Ngram: max_tokens is 0, expected 1 to 1073741824"),
         (lambda: Ngram(corpus="docs.txt"), "Ngram: corpus is docs.txt, expected a list of files"),
+        (lambda: Eagle3("x", num_steps=None), "Eagle3: num_steps is None, expected an integer"),
+        (lambda: Standalone("x", sampled="no"), "Standalone: sampled is 'no', expected True or False"),
         (lambda: Ngram(corpus=1.5), "Ngram: corpus is 1.5, expected a list of files"),
         (lambda: Union(Ngram(), Ngram(), num_nodes=300), "Union: num_nodes is 300, expected 1 to 256"),
         (lambda: Union(Ngram(), "NGRAM"), "Union: second is a str, expected a Draft"),

@@ -53,7 +53,9 @@ def check_storage(name: str, draft_weights: str | None, kv_dtype: str | torch.dt
 
 
 def check_sampled(name: str, sampled: bool, topk: int | None) -> None:
-    """Raise a ValueError for drafts that are drawn and branch; `name` is the draft's."""
+    """Raise a ValueError for drafts that are drawn and branch, or for no bool; `name` is the draft's."""
+    if not isinstance(sampled, bool):
+        raise ValueError(f"{name}: sampled is {sampled!r}, expected True or False")
     if sampled and topk != 1:
         raise ValueError(f"{name}: sampled is True with topk={topk}, expected topk=1 (a chain can be drawn)")
 
@@ -91,7 +93,8 @@ class ModelDraft(CalibratedDraft, Idleable, Migratable):
     def __post_init__(self) -> None:
         name = type(self).__name__
         for option, high in (("num_steps", 64), ("topk", 64), ("num_nodes", 256)):
-            if (value := getattr(self, option)) is not None:
+            value = getattr(self, option)
+            if not (option == "num_nodes" and value is None):
                 check_range(f"{name}: {option}", value, 1, high)
         check_sampled(name, self.sampled, self.topk)
 
