@@ -236,6 +236,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(change: Any, message: str, 
     assert str(error.value) == f"MTP head: {folder} {message}"
 
 
+def test_missing_projection_of_a_numbered_layer_is_refused_by_name(tmp_path: Path) -> None:
+    name = "mtp.layers.0.eh_proj.weight"
+    write_nemotron_with_mtp(tmp_path / "target")
+    rewrite(tmp_path / "target", lambda tensors: {key: tensor for key, tensor in tensors.items() if key != name})
+    with pytest.raises(ValueError) as error:
+        MtpCheckpoint.open(tmp_path / "target")
+    assert str(error.value) == f"MTP head: {tmp_path / 'target'} lacks {name}"
+
+
 def test_experts_that_do_not_fit_each_other_are_refused_by_name(tmp_path: Path) -> None:
     folder, name = write_target_with_mtp(tmp_path / "target", "glm4_moe"), "model.layers.2.mlp.experts.3.up_proj.weight"
     target, whole = target_of(folder), load_file(folder / "model.safetensors")

@@ -240,6 +240,9 @@ def find_layout(names: Iterable[str], num_layers: int, what: str) -> tuple[MtpLa
             "(some exporters and quantizers drop these tensors)"
         )
     layers = layout.layers(names, num_layers)
+    if not layers:
+        projection = layout.prefix_of(num_layers) + layout.stored_name(f"{PROJECTION}.weight")
+        raise ValueError(f"{what} lacks {projection}")
     found = ", ".join(map(str, layers))
     if len(layers) > 1 and not layout.has_chains:
         raise ValueError(f"{what} has MTP layers {found}, expected one alone (a chain of this layout is not supported)")
