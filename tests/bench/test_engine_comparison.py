@@ -37,6 +37,7 @@ def comparison(*options: str) -> Any:
     return comparison_of(cli.make_parser().parse_args(["bench", "engines", *TINY, *options]), CPU)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_bench_engines_measures_ours_of_fewer_layers_and_reuses_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,6 +204,7 @@ def test_compare_names_the_field_that_differs(other: Answer, fields: list[str]) 
         (Token("a", -1.0, {"a": -1.0, "b": -2.01}), "top_logprobs"),
         (Token("a", -1.0, {"a": -1.0, "c": -1.9}), "top_logprobs"),
         (Token("a", -1.0, {"a": -1.0, "c": -2.0005}), None),
+        (Token("a", None, {"a": -1.0, "b": -2.0}), "logprobs"),
     ],
 )
 def test_compare_takes_log_probabilities_within_the_tolerance(token: Token, field: str | None) -> None:
@@ -211,6 +212,10 @@ def test_compare_takes_log_probabilities_within_the_tolerance(token: Token, fiel
     last = {"a": -1.0, "b": -2.0} if token.top.get("c") != -3.0 else {"a": -1.0}
     found = compare(answer(tokens=[token]), answer(tokens=[Token("a", -1.0, last)]), LIMIT)
     assert [one.field for one in found] == ([] if field is None else [field])
+
+
+def test_first_tokens_of_prompts_have_no_log_probability_on_either_side() -> None:
+    assert compare(answer(tokens=[Token("a", None, {})]), answer(tokens=[Token("a", None, {})]), LIMIT) == []
 
 
 def test_stream_joins_to_the_whole_answer() -> None:

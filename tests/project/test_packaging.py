@@ -93,6 +93,7 @@ def test_pip_installs_from_it_and_writes_nothing_there(trees: Path, environment:
     assert names - {module} == {path.name for path in (trees / "python/specdec_kernels").iterdir() if path.is_file()}
 
 
+@pytest.mark.exhaustive
 def test_wheel_builds_in_fresh_checkout(trees: Path, toolchain: str) -> None:
     done = subprocess.run(
         ["./build.sh", "wheel", "cpu"],
@@ -115,7 +116,7 @@ def test_wheel_builds_in_fresh_checkout(trees: Path, toolchain: str) -> None:
 
 
 def test_pip_finds_all_that_a_build_with_nvcc_needs(source: Path, environment: Path, tmp_path: Path) -> None:
-    """What pip would install to build with, and two kernels compiled with that alone."""
+    """What pip would install to build with, and a kernel that includes CUTLASS compiled with that alone."""
     native_build.require([], ["nvcc"])
     program = (
         "import pathlib, sys, tomllib; sys.path.insert(0, 'packaging'); "
@@ -139,6 +140,6 @@ def test_pip_finds_all_that_a_build_with_nvcc_needs(source: Path, environment: P
             *("-DSKBUILD_PROJECT_VERSION=0", f"-DCMAKE_BUILD_TYPE={QUICK}", "-DSPECDEC_COMPILE_CHECK=ON"),
         ]
     )
-    kernels = [f"CMakeFiles/specdec_core.dir/csrc/{name}.cu.o" for name in ("core/cuda", "kv/copy_kv")]
-    native_build.run([tools / "ninja", "-C", build, *kernels])
-    assert all((build / kernel).exists() for kernel in kernels)
+    kernel = "CMakeFiles/specdec_core.dir/csrc/kv/copy_kv.cu.o"
+    native_build.run([tools / "ninja", "-C", build, kernel])
+    assert (build / kernel).exists()
