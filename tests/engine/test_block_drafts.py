@@ -33,7 +33,7 @@ from specdec_kernels.synthetic.block import block_text_length, save_block_drafte
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from specdec_kernels.synthetic.shapes import shape_config
 from support.block_drafters import CASES, CLASSES, Drafter, Tree, draft_of, is_same, record, write_drafter, write_target
-from support.exhaustive import thinned
+from support.exhaustive import exhaustive, thinned
 from support.observed_rounds import wrap_launch
 from support.random_checkpoints import random_prompts
 from support.sampled_texts import distribution, expect_distribution
@@ -241,7 +241,7 @@ def test_drawn_texts_have_the_distribution_of_the_target(name: str, temperature:
     assert freedom > 8 and accept_length(outputs) > 1.1
 
 
-@pytest.mark.parametrize("sees_its_token", [False, True])
+@pytest.mark.parametrize("sees_its_token", [False, *exhaustive(True)])
 def test_drawn_chains_cut_by_confidence_have_the_target_s_distribution_unless_it_sees_the_token(
     sees_its_token: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from specdec_kernels.engine.device.memory import pages_that_fit
 from specdec_kernels.engine.drafts.composition import pools_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
-from support.exhaustive import covering, representative
+from support.exhaustive import covering, exhaustive, representative
 from support.tiny_checkpoint import Comparison, accept_length, held_out, reference_model, reference_texts, tokenizer
 
 NUM_PROMPTS = 100  # of an exhaustive run
@@ -103,7 +103,7 @@ def test_greedy_text_is_that_of_transformers(
 
 @pytest.mark.parametrize(
     ("name", "kind", "at_least"),
-    [("eagle3-chain", "code", 2.6), ("eagle3-tree", "code", 3.2), ("ngram", "repeat", 4.0)],
+    [*exhaustive(("eagle3-chain", "code", 2.6)), ("eagle3-tree", "code", 3.2), ("ngram", "repeat", 4.0)],
 )
 def test_accept_length_on_held_out_prompts(name: str, kind: str, at_least: float) -> None:
     engine = make_engine(DRAFTS[name](), "batched", torch.device("cpu"))
@@ -112,7 +112,7 @@ def test_accept_length_on_held_out_prompts(name: str, kind: str, at_least: float
     assert accept_length(outputs) >= at_least
 
 
-@pytest.mark.parametrize("kind", ["code", "repeat"])
+@pytest.mark.parametrize("kind", [*exhaustive("code"), "repeat"])
 def test_union_accepts_more_than_either_draft(kind: str) -> None:
     lengths = {}
     head = tiny_model("eagle3")

@@ -23,7 +23,7 @@ from specdec_kernels.engine import (
     Union,
 )
 from specdec_kernels.tiny import tiny_model
-from support.exhaustive import representative
+from support.exhaustive import exhaustive, representative
 from support.tiny_checkpoint import held_out, reference_model, tokenizer
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
@@ -93,7 +93,7 @@ def test_logprobs(name: str, device: torch.device) -> None:
     assert sum(a.tokens != b.tokens for a, b in zip(outputs, without, strict=True)) <= 1  # a near-tie
 
 
-@pytest.mark.parametrize("name", ["none", "eagle3-tree", "ngram"])
+@pytest.mark.parametrize("name", [*exhaustive("none", "ngram"), "eagle3-tree"])
 def test_logprobs_survive_retraction(name: str, device: torch.device) -> None:
     engine = make_engine(name, device, page_size=4, num_pages=55)
     params = wants(60, ignore_eos=True)
@@ -140,7 +140,7 @@ def test_no_stop_token_before_the_minimum(name: str, device: torch.device) -> No
     assert min(lengths) < minimum
 
 
-@pytest.mark.parametrize("name", ["eagle3-tree", "ngram"])
+@pytest.mark.parametrize("name", ["eagle3-tree", *exhaustive("ngram")])
 def test_min_new_tokens_survives_retraction(name: str) -> None:
     params = [SamplingParams(60, stop_token_ids=list(range(16)), min_new_tokens=40)] * len(prompts())
     want = make_engine(name).generate(prompts(), params)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specdec_kernels.engine import Engine, RequestOutput, SamplingParams
+from support.exhaustive import exhaustive
 from support.request_engines import make_engine, prompts
 
 BASE = SamplingParams(24, ignore_eos=True)
@@ -35,7 +36,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=["none", "union"])
+@pytest.fixture(scope="module", params=[*exhaustive("none"), "union"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     pytest.importorskip("xgrammar")
     pytest.importorskip("llguidance")

@@ -30,6 +30,7 @@ from specdec_kernels.engine import Draft, Eagle3, Standalone
 from specdec_kernels.models.backends.module_copy import cache_name
 from specdec_kernels.ngram import NgramIndex
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import exhaustive
 from support.tiny_checkpoint import held_out, reference_model, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -76,7 +77,7 @@ def test_greedy_text_is_that_of_transformers(model: Any, device: torch.device, d
     assert got.dtype == want.dtype and torch.equal(got.cpu(), want)
 
 
-@pytest.mark.parametrize("penalty", [1.05, 1.5, 0.8])
+@pytest.mark.parametrize("penalty", [1.5, *exhaustive(1.05, 0.8)])
 def test_repetition_penalty_is_that_of_transformers(model: Any, device: torch.device, penalty: float) -> None:
     """Prompt and output count, and it also applies before the end tokens that a least length rules out."""
     texts = []

@@ -25,7 +25,7 @@ from specdec_kernels.models.weights.model_config import config_of
 from specdec_kernels.tiny import tiny_model
 from support.devices import HAS_CUDA
 from support.eagle_heads import random_tensors, write_head
-from support.exhaustive import representative
+from support.exhaustive import representative, thinned
 from support.manual_rounds import begin, prompts
 from support.manual_rounds import run as run_round
 from support.observed_rounds import launches_of
@@ -260,7 +260,7 @@ def plain_texts() -> list[list[int]]:
     return reference_texts(prompts(), NEW_TOKENS)
 
 
-@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("name", thinned(TWICE, ("eagle3+ngram", "standalone").__contains__))
 def test_idle_draft_with_joining_requests(name: str, device: torch.device, tmp_path: Path) -> None:
     """Run rounds of any kind in any order, in a pool from which requests are retracted.
 

@@ -15,7 +15,7 @@ from specdec_kernels.engine.device.round import Round
 from specdec_kernels.models.backends.module_copy import cache_name
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.tiny import tiny_model
-from support.exhaustive import representative
+from support.exhaustive import exhaustive, representative
 from support.tiny_checkpoint import held_out, reference_model
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
@@ -109,14 +109,14 @@ def test_penalties_change_texts() -> None:
         assert (free.tokens == text) == (not KINDS[i % len(KINDS)]), i
 
 
-@pytest.mark.parametrize("name", ["eagle3-tree", "ngram"])
+@pytest.mark.parametrize("name", ["eagle3-tree", *exhaustive("ngram")])
 def test_penalties_by_budget_levels(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(Round, "_goes_by_depth", lambda *_: True)
     outputs = make_engine(name, device).generate(prompts(), params())
     assert [output.tokens for output in outputs] == wanted()
 
 
-@pytest.mark.parametrize("name", ["none", "eagle3-tree", "standalone"])
+@pytest.mark.parametrize("name", [*exhaustive("none"), "eagle3-tree", "standalone"])
 def test_penalty_counts_survive_retraction(name: str, device: torch.device) -> None:
     engine = make_engine(name, device, num_pages=-(-(MAX_LEN + 80) // 4))
     outputs = engine.generate(prompts(), params())

@@ -15,7 +15,7 @@ from specdec_kernels.engine.device import prompt_scoring
 from specdec_kernels.engine.device.memory import largest_prefill
 from specdec_kernels.models.layers.paged_batch import LastRows, PagedBatch
 from specdec_kernels.tiny import tiny_model
-from support.exhaustive import representative
+from support.exhaustive import exhaustive, representative
 from support.observed_rounds import wrap_method
 from support.request_engines import DRAFTS, make_engine, prompts
 from support.tiny_checkpoint import reference_model, target_with_features
@@ -119,7 +119,7 @@ def test_every_sample_has_the_scores_of_the_prompt(device: torch.device) -> None
     expect_those_of_transformers(outputs, [params] * 3)
 
 
-@pytest.mark.parametrize("name", ["none", "union"])
+@pytest.mark.parametrize("name", [*exhaustive("none"), "union"])
 def test_scores_survive_retraction(name: str, device: torch.device) -> None:
     params = [replace(one, max_new_tokens=60, ignore_eos=True) for one in wants()]
     with make_engine(name, device, page_size=4, num_pages=55) as engine:

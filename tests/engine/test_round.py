@@ -199,7 +199,7 @@ def test_ngram_streams_equal_request_texts(monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(statistics.accepted_by_match) >= sum(o.stats.accepted for o in outputs)
 
 
-@pytest.mark.parametrize("name", ["ngram", "eagle3+ngram"])
+@pytest.mark.parametrize("name", [*exhaustive("ngram"), "eagle3+ngram"])
 def test_groups_draft_from_their_own_texts(name: str, device: torch.device) -> None:
     """The same request again is drafted from its first run by its own group and by everybody's, not by another."""
     prompt = prompts()[1]

@@ -53,7 +53,7 @@ def test_texts_have_the_distribution_of_the_target(
     assert freedom > 8 and accept_length(outputs) > 1.4
 
 
-@pytest.mark.parametrize(("temperature", "gain"), [(0.7, 0.2), (1.0, 0.3)])
+@pytest.mark.parametrize(("temperature", "gain"), [*exhaustive((0.7, 0.2)), (1.0, 0.3)])
 def test_sampled_drafts_raise_acceptance(temperature: float, gain: float) -> None:
     lengths = {}
     for drawn in (False, True):

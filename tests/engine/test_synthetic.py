@@ -23,6 +23,7 @@ from specdec_kernels.synthetic.acceptance import EvenAcceptance
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm, synthetic_eagle3
 from specdec_kernels.synthetic.mtp import synthetic_mtp_heads
 from specdec_kernels.synthetic.shapes import SHAPES, draft_vocab_of, full_attention_of, shape_config
+from support.exhaustive import exhaustive
 
 rounds = pytest.importorskip("specdec_kernels.bench.engine.round", reason="bench/ is not beside the package here")
 
@@ -253,7 +254,7 @@ def test_rounds_of_block_drafters_change_the_text_of_the_target(tmp_path: Path) 
     assert tree["facts"]["weight_bytes"] - plain["facts"]["weight_bytes"] == 4 * drafted
 
 
-@pytest.mark.parametrize("weights", ["fp8", "fp8-rows", "int4"])
+@pytest.mark.parametrize("weights", ["fp8", *exhaustive("fp8-rows"), "int4"])
 def test_rounds_of_weights_in_fewer_bits(weights: str, tmp_path: Path) -> None:
     """The text is what it was, and so is what drafts bring; the floor counts the bytes that are stored."""
     command = ["bench", "round", "--device", "cpu", "--quick", "--algorithm", "chain", "--accept", "3.5"]
@@ -269,7 +270,7 @@ def test_rounds_of_weights_in_fewer_bits(weights: str, tmp_path: Path) -> None:
 
 
 def test_rounds_of_draft_weights_in_8_bits_read_half_of_their_bytes(tmp_path: Path) -> None:
-    command = ["bench", "round", "--device", "cpu", "--quick", "--accept", "3.5", "--output", "60"]
+    command = ["bench", "round", "--device", "cpu", "--quick", "--accept", "3.5", "--output", "30"]
     record = tmp_path / "round.json"
     options = ["none,chain,dspark_chain", "--draft-weights", "none,fp8,fp8-head"]
     assert main([*command, "--algorithm", *options, "--json", str(record)]) == 0

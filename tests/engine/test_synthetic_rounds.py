@@ -17,6 +17,7 @@ from specdec_kernels._C import Budget, RoundCosts
 from specdec_kernels.engine.device.round import most_nodes
 from specdec_kernels.engine.drafts import Needs
 from specdec_kernels.synthetic.acceptance import DOMAINS, MOST_CANDIDATES, PublishedAcceptance
+from support.exhaustive import exhaustive
 from support.simulated_budget import BATCHES, ROWS, US, WIDTH
 
 INT = torch.int32
@@ -105,7 +106,8 @@ def test_a_tree_by_calibrated_scores_accepts_what_a_chain_of_as_many_nodes_does(
 
 
 @pytest.mark.parametrize(
-    ("size", "domain", "temperature"), [(0, "chat", 1.0), (1, "code", 2.0), (2, "chat", 0.5), (3, "math", 2.0)]
+    ("size", "domain", "temperature"),
+    [*exhaustive((0, "chat", 1.0)), (1, "code", 2.0), (2, "chat", 0.5), *exhaustive((3, "math", 2.0))],
 )
 def test_the_budget_expects_what_comes(size: int, domain: str, temperature: float) -> None:
     """Predicted and observed acceptance agree over 1000 rounds, at levels chosen by the costs of an H200.

@@ -23,6 +23,7 @@ from specdec_kernels.reference import draft as reference
 from specdec_kernels.status import FinishReason, Status
 from specdec_kernels.tiny import tiny_model
 from support import round_costs
+from support.exhaustive import covering, exhaustive, thinned
 from support.tiny_checkpoint import held_out
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
@@ -94,7 +95,7 @@ def watch(engine: Engine, begin: int, end: int, params: SamplingParams = GREEDY)
 # --- learning
 
 
-@pytest.mark.parametrize(("name", "off"), [("tree", 0.08), ("chain", 0.14)])
+@pytest.mark.parametrize(("name", "off"), [("tree", 0.08), *exhaustive(("chain", 0.14))])
 def test_calibration_matches_acceptance(name: str, off: float) -> None:
     """Of some hundred rounds, on texts that the calibration has not seen; and while it learns."""
     with closing(make_engine(DRAFTS[name](), num_slots=12)) as engine:
@@ -111,7 +112,7 @@ def test_calibration_matches_acceptance(name: str, off: float) -> None:
     assert without.loss(table) < 0.95 * without.loss(identity(1))
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", thinned(DRAFTS, ("chain", "union", "two models").__contains__))
 def test_what_is_learnt_is_what_became_of_the_drafts_own_nodes(name: str) -> None:
     """Against the reference, round by round; of two drafts united each learns of its own tree, node for node."""
     engine = make_engine(DRAFTS[name](), num_pages=150)
@@ -192,8 +193,7 @@ def test_calibration_ends_with_engine() -> None:
         assert engine.tuning["calibrations"][0]["table"] == identity(3).tolist()
 
 
-@pytest.mark.parametrize("name", ["tree", "two models"])
-@pytest.mark.parametrize("is_tuned", [False, True])
+@pytest.mark.parametrize(("name", "is_tuned"), covering(["tree", "two models"], [False, True]))
 def test_engine_that_does_not_calibrate_keeps_the_scores_it_starts_with(name: str, is_tuned: bool) -> None:
     given = {"tuning": tuned(name)} if is_tuned else {}
     with make_engine(DRAFTS[name](), **given) as engine:
@@ -222,7 +222,7 @@ def tuned(name: str) -> dict[str, Any]:
     return copy.deepcopy(TUNED[name])
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", thinned(DRAFTS, ("union", "two models").__contains__))
 def test_tuning_roundtrip(name: str, tmp_path: Path) -> None:
     tuning, file = tuned(name), tmp_path / "tuning.json"
     file.write_text(json.dumps(tuning))

@@ -24,7 +24,7 @@ from specdec_kernels.models.heads.eagle import EagleHead
 from specdec_kernels.models.heads.eagle3 import Eagle3Head
 from specdec_kernels.models.heads.loading import load_head
 from specdec_kernels.tiny import tiny_model
-from support.exhaustive import thinned
+from support.exhaustive import covering, thinned
 from support.recorded_chains import record_chains
 from support.tiny_checkpoint import held_out, reference_model, target_with_features
 
@@ -365,8 +365,7 @@ def test_entry_that_is_no_layer_or_part_is_refused(changes: dict[str, Any], mess
     assert str(error.value) == message.format(folder=folder)
 
 
-@pytest.mark.parametrize("kind", ["list", "tensor"])
-@pytest.mark.parametrize("own_head", [False, True])
+@pytest.mark.parametrize(("own_head", "kind"), covering([False, True], ["list", "tensor"]))
 def test_frequent_tokens_are_all_that_is_drafted(
     kind: str, own_head: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

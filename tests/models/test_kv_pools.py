@@ -294,8 +294,7 @@ def test_logits_of_16_bits(implementation: str, dtype: torch.dtype, device: torc
     assert relative_error(target.logits(hidden)[0], want) < 2 * own < 0.1
 
 
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), covering([torch.float16, torch.bfloat16], [None, FP8]))
 def test_the_general_way_generates_with_16_and_8_bits(dtype: torch.dtype, kv_dtype: Any, device: torch.device) -> None:
     """Trees as well as single tokens. Ties are common in 16 bits, which sums in another order break otherwise."""
     prompts, texts = held_out("repeat")[:4], []

@@ -20,14 +20,14 @@ from specdec_kernels.models.heads.eagle3 import Eagle3Head, feature_layers
 from specdec_kernels.models.heads.loading import load_head
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import covering, exhaustive
 from support.random_checkpoints import random_prompts, save_random_model
 from support.tiny_checkpoint import Comparison, greedy_by_transformers, held_out, reference_model, target_with_features
 
 ARCHITECTURES = ["llama", "mistral", "qwen2", "qwen3"]
 
 
-@pytest.mark.parametrize("algorithm", ["ngram", "standalone"])
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize(("model_type", "algorithm"), covering(ARCHITECTURES, ["ngram", "standalone"]))
 def test_greedy_text_is_that_of_transformers(
     model_type: str, algorithm: str, tmp_path: Path, device: torch.device
 ) -> None:
@@ -64,8 +64,7 @@ WINDOWS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ["none", "ngram", "standalone"])
-@pytest.mark.parametrize("model_type", WINDOWS)
+@pytest.mark.parametrize(("model_type", "algorithm"), covering(WINDOWS, ["none", "ngram", "standalone"]))
 def test_sliding_windows(model_type: str, algorithm: str, tmp_path: Path, device: torch.device) -> None:
     """Prompts of up to 59 tokens and 40 more: most rows of most layers see a window, and trees stand at its edge."""
     changes = WINDOWS[model_type]
@@ -93,7 +92,7 @@ def test_sliding_windows(model_type: str, algorithm: str, tmp_path: Path, device
     assert len(comparison.near_ties) <= 1
 
 
-@pytest.mark.parametrize("algorithm", ["ngram", "eagle3", "standalone", "union"])
+@pytest.mark.parametrize("algorithm", [*exhaustive("ngram", "eagle3"), "standalone", "union"])
 def test_sliding_windows_with_accepted_drafts(algorithm: str, tmp_path: Path, device: torch.device) -> None:
     """The trained model with windows that it was not trained with gives its own text, and accepts drafts."""
     folder = shutil.copytree(tiny_model("target"), tmp_path / "target")
@@ -127,8 +126,11 @@ def test_sliding_windows_with_accepted_drafts(algorithm: str, tmp_path: Path, de
     assert sum(output.stats.accept_length for output in outputs) / 4 > 1.5
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("algorithm", ["none", "ngram", "eagle3", "standalone"])
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"),
+    covering(["none", "ngram", "eagle3", "standalone"], [torch.float16, torch.bfloat16]),
+    ids=str,
+)
 def test_half_precision(algorithm: str, dtype: torch.dtype, device: torch.device) -> None:
     drafts: dict[str, Draft] = {
         "ngram": Ngram(num_nodes=8),

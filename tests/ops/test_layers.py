@@ -13,6 +13,7 @@ from specdec_kernels import _C, Status
 from specdec_kernels.models.layers.linear import Linear
 from specdec_kernels.reference import layers as reference
 from support.devices import TOLERANCES, on_cuda
+from support.exhaustive import covering
 from support.paged import INT, assert_same_bytes, page_table, poisoned
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -394,8 +395,7 @@ def test_small_m_gemm_of_strided_rows_matches_reference(gated: bool, multiplier:
         check(sd.small_m_gemm(x, weight, gated=gated, plan=plan), reference.small_m_gemm(x, weight, gated=gated))
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("outs", [3008, 20000])
+@pytest.mark.parametrize(("outs", "gated"), covering([3008, 20000], [False, True]))
 def test_small_m_gemm_rows_do_not_depend_on_batch(outs: int, gated: bool, multiplier: Multiplier) -> None:
     device, plan = multiplier
     outs = min(outs, 3008) if device.type == "cpu" else outs

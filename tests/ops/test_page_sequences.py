@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import specdec_kernels as sd
-from support.exhaustive import covering
+from support.exhaustive import covering, exhaustive
 from support.page_pools import TwoPools
 from support.paged import INT
 
@@ -64,7 +64,10 @@ def run_sequence(pools: TwoPools, page_size: int, max_pages: int, rng: random.Ra
 
 @pytest.mark.parametrize(
     ("sizes", "page_size"),
-    covering([(1, 1, 1), (3, 4, 3), (5, 9, 4), (8, 23, 7), (13, 60, 40)], [1, 3, 16, 64]),
+    [
+        *covering([(1, 1, 1), (3, 4, 3), (5, 9, 4), (8, 23, 7)], [1, 3, 16, 64]),
+        *exhaustive(*(((13, 60, 40), page_size) for page_size in (1, 3, 16, 64))),
+    ],
     ids=str,
 )
 def test_page_ops_conserve_pages(device: torch.device, sizes: tuple[int, int, int], page_size: int) -> None:

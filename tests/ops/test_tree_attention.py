@@ -14,7 +14,7 @@ from specdec_kernels import _C, torch_ops
 from specdec_kernels.reference import attention as reference
 from support.attention_cases import NAN, Cache, make_cache, pack_bits, random_tree, random_trees
 from support.devices import HAS_CUDA, TOLERANCES
-from support.exhaustive import covering, thinned
+from support.exhaustive import covering, exhaustive, thinned
 
 # lse has the absolute error of a score: a float32 dot product of up to 256 terms, a few units of 2^-24 of scores up
 # to about 10.
@@ -153,7 +153,7 @@ def test_tree_attention_of_causal_chains(
 
 
 @all_paths
-@pytest.mark.parametrize("window", [None, 90, 700])
+@pytest.mark.parametrize("window", [None, 90, *exhaustive(700)])
 @pytest.mark.parametrize(("page_size", "kv_heads"), covering([1, 16], [1, 4]))
 def test_tree_attention_of_prompt_chunks(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, kv_heads: int, page_size: int, window: int | None
@@ -208,9 +208,7 @@ def test_tree_attention_of_few_requests(device: torch.device, head_dim: int, pre
 @all_paths
 @pytest.mark.parametrize(
     ("batch", "rows"),
-    thinned(
-        [(11, 1), (16, 7), (16, 40), (20, 3), (33, 17), (64, 5), (70, 2)], {(16, 40), (33, 17), (70, 2)}.__contains__
-    ),
+    thinned([(11, 1), (16, 7), (16, 40), (20, 3), (33, 17), (64, 5), (70, 2)], {(33, 17), (70, 2)}.__contains__),
 )
 @pytest.mark.parametrize("head_dim", thinned([64, 128], (128).__eq__))
 def test_tree_attention_of_unsplit_short_kv(
@@ -430,7 +428,7 @@ def test_tree_attention_rows_do_not_depend_on_chunking(
 
 
 @all_paths
-@pytest.mark.parametrize("fixed_split", [None, 128, 1024])
+@pytest.mark.parametrize("fixed_split", [None, 128, *exhaustive(1024)])
 def test_tree_attention_of_long_prefixes(
     device: torch.device, dtype: torch.dtype, pools: torch.dtype, fixed_split: int | None
 ) -> None:
@@ -877,8 +875,7 @@ def test_tree_attention_on_stream_k_plans(
     check(q, cache, mask=random_trees(4, rows), plan=plan)
 
 
-@pytest.mark.parametrize("rows", [3, 20])
-@pytest.mark.parametrize("batch", [40, 130])
+@pytest.mark.parametrize(("batch", "rows"), covering([40, 130], [20, 3]))
 def test_tree_attention_of_many_requests(device: torch.device, batch: int, rows: int) -> None:
     """More requests than the lanes of a warp hold at once, and more than the kernel holds at all."""
     lens = torch.randint(0, 200, (batch,)).tolist()

@@ -13,6 +13,7 @@ from torch import Tensor
 import specdec_kernels as sd
 from specdec_kernels.reference import verify as reference
 from specdec_kernels.reference.noise import philox
+from support.exhaustive import exhaustive
 from support.verification import Sampling, assert_distributed, sampling
 
 
@@ -83,7 +84,7 @@ def test_sampling_matches_reference(device: torch.device, plan: str | None, voca
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("vocab", [32000, 128256, 151936])
+@pytest.mark.parametrize("vocab", [32000, 128256, *exhaustive(151936)])
 @pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "ties"])
 def test_sampling_of_large_vocabularies_on_every_kernel_path(
     device: torch.device, plan: str | None, vocab: int, dtype: torch.dtype, kind: str

@@ -272,7 +272,7 @@ def test_scheduler_timed_out_request_never_starts() -> None:
     assert [sent.reason for sent in device.sent.values()] == [LENGTH, TIMEOUT, LENGTH]
 
 
-@pytest.mark.parametrize("rounds_in_flight", [1, 2])
+@pytest.mark.parametrize("rounds_in_flight", [*exhaustive(1), 2])
 def test_scheduler_request_ends_at_timeout(rounds_in_flight: int) -> None:
     """A request may be cancelled while it runs, waits or is retracted; it keeps its tokens, and others are unaffected."""
     sizes = Sizes(num_slots=2, num_pages=300, max_len=1000, accept_width=1, rounds_in_flight=rounds_in_flight)

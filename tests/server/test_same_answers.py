@@ -79,7 +79,8 @@ def plain(where: torch.device) -> Iterator[Running]:
         yield server
 
 
-@drafts_of("union")
+@pytest.mark.exhaustive  # the default run speculates with preemption and a prefix cache, below
+@pytest.mark.parametrize("draft", DRAFTS)
 def test_server_answers_do_not_depend_on_speculation(draft: str, plain: Running, where: torch.device) -> None:
     with running(make_engine(DRAFTS[draft](), where, prefix_cache=True)) as server:
         result = check(side_of(server), side_of(plain), requests=50, seed=49, limit=1e-3)

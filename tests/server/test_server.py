@@ -33,6 +33,7 @@ from specdec_kernels.engine.text.detokenizer import Detokenizer
 from specdec_kernels.server import Settings, make_app, serving_process
 from specdec_kernels.server.text import TextStream, TokenText, configuration_of, token_texts
 from specdec_kernels.tiny import tiny_model
+from support.exhaustive import covering
 from support.held_schemas import HELD, TOGETHER
 from support.leaks import expect_nothing_left
 from support.observed_rounds import wrap_method
@@ -67,8 +68,7 @@ def server() -> Iterator[Running]:
 # --- texts
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("name", "stream"), covering(DRAFTS, [False, True]))
 def test_completion_texts_equal_the_engine(name: str, stream: bool) -> None:
     """Greedy and sampled, with every draft, speculation on and off."""
     ways = [

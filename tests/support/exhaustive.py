@@ -32,12 +32,13 @@ def covering(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
 def representative(drafts: Iterable[str]) -> list[Any]:
     """Return all names of drafts; the default run uses one for each kind of round.
 
-    None is plain decoding, a union of EAGLE-3 and n-grams runs the trees of both and their merge, a standalone model has
-    KV and pages of its own, and a drawn chain is verified by sampling. Where there is no union, trees and n-grams stay.
+    A union of EAGLE-3 and n-grams runs the trees of both and their merge, a standalone model has KV and pages of its own,
+    and a drawn chain is verified by sampling. Where there is no union, trees and n-grams stay. Plain decoding is what
+    their texts are compared with.
     """
     names = list(drafts)
     unions = [name for name in names if name == "union" or "+" in name]
-    others = ("none", "standalone", "drawn", "sampled", *(() if unions else ("tree", "ngram")))
+    others = ("standalone", "drawn", "sampled", *(() if unions else ("tree", "ngram")))
     kept = {*unions, *(name for name in names if any(part in name for part in others))}
     assert kept, names
     return thinned(names, kept.__contains__)
