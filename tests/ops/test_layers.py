@@ -697,6 +697,7 @@ def test_moe_grouped_gemm_of_fp8_matches_reference(
         (9, 1, 3, 192, 32),
         (40, 2, 4, 640, 32),
         (70, 3, 130, 128, 16),
+        (33, 2, 600, 64, 16),
         (300, 2, 7, 64, 48),
     ],
 )
@@ -721,6 +722,16 @@ def test_moe_grouped_gemm_of_strided_rows_of_pairs_matches_reference(device: tor
     given, _ = experts_of(7, 3, 6, 192, 32, "halves", device)
     wide = torch.full((21, 320), torch.nan, device=device).bfloat16()
     given["x"] = wide[:, 64:256].copy_(torch.randn(21, 192))
+    check(sd.moe_grouped_gemm(**given), reference.moe_grouped_gemm(**{k: t.cpu() for k, t in given.items()}))
+
+
+def test_moe_grouped_gemm_of_an_expert_that_every_row_selects_matches_reference(device: torch.device) -> None:
+    """It has far more rows than experts have on average."""
+    given, chosen = experts_of(30, 2, 64, 192, 32, "halves", device)
+    chosen[:, 0], chosen[:, 1] = 37, 36 + 2 * (torch.arange(30) % 2)
+    flat, order = chosen.flatten().sort(stable=True)
+    ends = torch.searchsorted(flat, torch.arange(64), right=True, out_int32=True)
+    given |= {"sorted_pairs": order.to(device), "expert_ends": ends.to(device)}
     check(sd.moe_grouped_gemm(**given), reference.moe_grouped_gemm(**{k: t.cpu() for k, t in given.items()}))
 
 
@@ -813,6 +824,8 @@ def test_moe_grouped_gemm_error_messages(changes: dict[str, torch.Tensor], messa
         (64, 33, 3),
         (65, 128, 8),
         (30, 300, 5),
+        (64, 512, 10),
+        (5, 513, 10),
         (0, 1024, 2),
         (700, 1024, 9),
         (2500, 64, 6),
@@ -868,6 +881,37 @@ def test_moe_route_by_sigmoids_matches_reference(
         check(got.topk_weights, want.topk_weights)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("rows", "experts", "top_k", "n_group", "topk_group"),
+    [
+        (3, 256, 8, 8, 4),
+        (64, 160, 6, 8, 3),
+        (70, 512, 10, 32, 5),
+        (5, 60, 4, 15, 1),
+        (1, 8, 8, 4, 4),
+        (2, 1024, 32, 2, 1),
+    ],
+)
+def test_moe_route_selects_from_the_best_groups(
+    rows: int, experts: int, top_k: int, n_group: int, topk_group: int, activation: str, device: torch.device
+) -> None:
+    """Many scores and groups tie; some scores are NaN. Sums of the sigmoids and biases are exact."""
+    scores = (torch.randn(rows, experts) * 3).round() / 2
+    options: dict[str, Any] = {"activation": activation, "n_group": n_group, "topk_group": topk_group, "scale": 1.5}
+    if activation == "sigmoid":
+        scores = scores.sign() * 200
+        bias = torch.randint(1, 9, (experts,)) / 8
+        options |= {"bias": bias.to(device), "renormalize": True, "eps": 1e-6}
+    scores[torch.rand(rows, experts) < 0.05] = torch.nan
+    got = sd.moe_route(scores.to(device), top_k, **options)
+    want = reference.moe_route(scores, top_k, **(options | ({"bias": bias} if activation == "sigmoid" else {})))
+    for name in ("topk_ids", "sorted_pairs", "expert_ends"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+    check(got.topk_weights, want.topk_weights)
+
+
 @pytest.mark.parametrize("rows", [1, 70])
 def test_moe_route_by_sigmoids_of_special_scores(rows: int, device: torch.device) -> None:
     """NaN is selected last and weighs nothing."""
@@ -899,9 +943,14 @@ def test_moe_route_rows_do_not_depend_on_batch(device: torch.device) -> None:
         ({"scores": torch.zeros(70000, 8)}, "pairs is 280000, expected 0 to 262144"),
         ({"activation": "silu"}, "activation is silu, expected softmax or sigmoid"),
         ({"bias": torch.zeros(8)}, "bias is given, expected none with softmax"),
-        ({"scale": 2.0}, "scale is 2.000000, expected 1 with softmax"),
+        ({"scale": 0.0}, "scale is 0.000000, expected a finite float32 above 0"),
+        ({"eps": -1.0}, "eps is -1.000000, expected 0 to 1"),
+        ({"n_group": 33}, "n_group is 33, expected 1 to 32"),
+        ({"n_group": 3}, "n_group is 3, expected a divisor of 8 experts that leaves each group 2 or more"),
+        ({"n_group": 8}, "n_group is 8, expected a divisor of 8 experts that leaves each group 2 or more"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group is 5, expected 1 to 4"),
+        ({"n_group": 4, "topk_group": 1}, "top_k is 4, expected at most 2, as many experts as topk_group=1 has"),
         ({"activation": "sigmoid", "bias": torch.zeros(7)}, "bias has shape [7], expected [experts=8]"),
-        ({"activation": "sigmoid", "scale": 0.0}, "scale is 0.000000, expected a finite float32 above 0"),
     ],
 )
 def test_moe_route_error_messages(changes: dict[str, Any], message: str) -> None:

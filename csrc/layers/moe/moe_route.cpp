@@ -3,16 +3,15 @@
 #include <algorithm>
 
 #include "core/best_list.h"
-#include "core/row_softmax.h"
 #include "layers/gemm/small_m_gemm.h"
 #include "layers/moe/moe_grouped_gemm.h"
 
 namespace specdec::layers {
 
 void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool renormalize,
-               const std::string& activation, const OptTensor& bias, double scale, const TensorView& out_topk_ids,
-               const TensorView& out_topk_weights, const TensorView& out_sorted_pairs,
-               const TensorView& out_expert_ends) {
+               const std::string& activation, const OptTensor& bias, double scale, double eps, int64_t n_group,
+               int64_t topk_group, const TensorView& out_topk_ids, const TensorView& out_topk_weights,
+               const TensorView& out_sorted_pairs, const TensorView& out_expert_ends) {
   Check check("moe_route");
   Dim T{"rows"}, E{"experts"}, J{"top_k", top_k};
   check.strided("scores", scores, {T, E}, kFloats);
@@ -22,7 +21,14 @@ void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool 
              {"softmax or sigmoid"});
   const bool sigmoid = activation == "sigmoid";
   check.that(sigmoid || !bias, "bias", {"is given"}, {"none with softmax"});
-  check.that(sigmoid || scale == 1, "scale", {"is ", scale}, {"1 with softmax"});
+  check.that(eps >= 0 && eps <= 1, "eps", {"is ", eps}, {"0 to 1"});
+  check.range("n_group", n_group, 1, kMaxGroups);
+  check.range("topk_group", topk_group, 1, n_group);
+  const int64_t group = E / n_group;  // experts of one
+  check.that(E % n_group == 0 && (n_group == 1 || group > 1), "n_group", {"is ", n_group},
+             {"a divisor of ", int64_t{E}, " experts that leaves each group 2 or more"});
+  check.that(top_k <= topk_group * group, "top_k", {"is ", top_k},
+             {"at most ", topk_group * group, ", as many experts as topk_group=", topk_group, " has"});
   check.tensor("bias", bias, {E}, kFloat32);
   const float factor = check.factor("scale", scale);
   Dim M{"pairs", T * J};
@@ -42,27 +48,57 @@ void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool 
       .rows = T,
       .experts = E,
       .top_k = J,
+      .n_group = n_group,
+      .topk_group = topk_group,
       .scores_stride = scores.stride(0),
       .dtype = dtype_of(scores),
       .renormalize = renormalize,
       .sigmoid = sigmoid,
       .scale = factor,
+      .eps = static_cast<float>(eps),
   };
   SD_DISPATCH(check, stream, moe_route, params);
 }
 
 namespace {
 
-template <class T>
-void select_by_sigmoid(const MoeRouteParams& p, int64_t row, const T* scores) {
+// Select a row's experts by choice(expert), from its best groups.
+template <class Choice>
+BestList<kMaxTopK> select_experts(const MoeRouteParams& p, Choice choice) {
+  const int64_t each = p.experts / p.n_group;
+  BestList<kMaxGroups> groups(static_cast<int>(p.topk_group));
+  for (int64_t g = 0; g < p.n_group && p.n_group > 1; ++g) {
+    BestList<2> best(2);
+    for (int64_t e = g * each; e < (g + 1) * each; ++e) best.offer(choice(e), static_cast<int32_t>(e));
+    groups.offer(group_score(p, best.scores()[0], best.scores()[1]), static_cast<int32_t>(g));
+  }
+  const auto is_kept = [&](int64_t g) {
+    return p.n_group == 1 || std::find(groups.ids(), groups.ids() + groups.count(), g) != groups.ids() + groups.count();
+  };
   BestList<kMaxTopK> best(static_cast<int>(p.top_k));
-  for (int64_t e = 0; e < p.experts; ++e)
-    best.offer(sigmoid_choice(p, to_float(scores[e]), e), static_cast<int32_t>(e));
+  for (int64_t g = 0; g < p.n_group; ++g)
+    for (int64_t e = g * each; e < (g + 1) * each && is_kept(g); ++e) best.offer(choice(e), static_cast<int32_t>(e));
+  return best;
+}
+
+template <class T>
+void route_row(const MoeRouteParams& p, int64_t row) {
+  const T* const scores = static_cast<const T*>(p.scores) + row * p.scores_stride;
+  const auto score_of = [&](int64_t e) {
+    const float score = to_float(scores[e]);
+    return score == score ? score : -INFINITY;
+  };
+  const BestList<kMaxTopK> best =
+      select_experts(p, [&](int64_t e) { return p.sigmoid ? sigmoid_choice(p, to_float(scores[e]), e) : score_of(e); });
+  float sum = p.sigmoid ? (p.renormalize ? p.eps : 1) : 0;
+  for (int64_t e = 0; e < p.experts && !p.sigmoid && !p.renormalize; ++e)
+    sum += score_weight(score_of(e), best.scores()[0]);
   float* const weights = p.topk_weights + row * p.top_k;
-  float sum = p.renormalize ? kSigmoidSumEps : 1;
   for (int64_t j = 0; j < p.top_k; ++j) {
-    p.topk_ids[row * p.top_k + j] = best.ids()[j];
-    weights[j] = sigmoid_weight(to_float(scores[best.ids()[j]]));
+    const int32_t expert = best.ids()[j];
+    p.topk_ids[row * p.top_k + j] = expert;
+    weights[j] =
+        p.sigmoid ? sigmoid_weight(to_float(scores[expert])) : score_weight(best.scores()[j], best.scores()[0]);
     sum += p.renormalize ? weights[j] : 0;
   }
   for (int64_t j = 0; j < p.top_k; ++j) weights[j] = weights[j] / sum * p.scale;
@@ -72,27 +108,7 @@ void select_by_sigmoid(const MoeRouteParams& p, int64_t row, const T* scores) {
 
 void moe_route_cpu(const MoeRouteParams& p) {
   with_float_type(p.dtype, [&]<class T>() {
-    for (int64_t row = 0; row < p.rows; ++row) {
-      const T* const scores = static_cast<const T*>(p.scores) + row * p.scores_stride;
-      if (p.sigmoid) {
-        select_by_sigmoid(p, row, scores);
-        continue;
-      }
-      BestList<kMaxTopK> best(static_cast<int>(p.top_k));
-      offer_row(scores, p.experts, best);
-      const float largest = best.scores()[0];
-      float sum = 0;
-      for (int64_t e = 0; e < p.experts && !p.renormalize; ++e) {
-        const float score = to_float(scores[e]);
-        sum += score_weight(score == score ? score : -INFINITY, largest);
-      }
-      for (int64_t j = 0; j < p.top_k; ++j) {
-        float& weight = p.topk_weights[row * p.top_k + j] = score_weight(best.scores()[j], largest);
-        sum += p.renormalize ? weight : 0;
-        p.topk_ids[row * p.top_k + j] = best.ids()[j];
-      }
-      for (int64_t j = 0; j < p.top_k; ++j) p.topk_weights[row * p.top_k + j] /= sum;
-    }
+    for (int64_t row = 0; row < p.rows; ++row) route_row<T>(p, row);
   });
 
   // Counting sort by expert.

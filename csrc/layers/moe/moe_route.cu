@@ -1,9 +1,9 @@
 // MoE routing: top-k experts per row, softmax or sigmoid weights, and (row, expert) pairs sorted by expert.
 //
-// Selection: one warp per row. Lanes hold the scores as ordered integers; top_k times, the maximum over all lanes is
-// found and removed. Sorting: one block, by counting. Each warp owns a contiguous range of pairs, counts them by
-// expert, and derives from all warps' counts where to put them. Few rows take one launch, whose block selects and
-// sorts; with many rows or experts, a first kernel of many blocks selects.
+// Selection: one warp per row. Lanes hold the scores as ordered integers; those of all but the best groups are removed;
+// top_k times, the maximum over all lanes is found and removed. Sorting: one block, by counting. Each warp owns a
+// contiguous range of pairs, counts them by expert, and derives from all warps' counts where to put them. Few rows take
+// one launch, whose block selects and sorts; with many rows or experts, a first kernel of many blocks selects.
 //
 // Scores are read once. With few rows latency dominates: about thirty instructions per selected expert.
 #include <algorithm>
@@ -16,9 +16,39 @@ namespace specdec::layers {
 namespace {
 
 constexpr int kSortThreads = 1024, kSelectThreads = 256;
-constexpr int kFewRows = 64, kFewExperts = 256, kFewThreads = 512;
-constexpr int kMaxCounts = 8192;  // warps * experts
+constexpr int kFewRows = 16, kFewExperts = 512, kFewThreads = 512;  // a warp for each row
+constexpr int kMaxCounts = 8192;                                    // warps * experts
 static_assert(kMaxCounts >= kMaxExperts && kSortThreads >= kMaxExperts && kFewThreads >= kFewExperts);
+
+// Remove the keys of all but a row's best groups; called by one warp.
+template <int kScoresPerLane>
+__device__ void keep_best_groups(const MoeRouteParams& p, uint32_t (&keys)[kScoresPerLane]) {
+  const int lane = lane_id(), each = static_cast<int>(p.experts / p.n_group);
+  uint32_t group = 0;  // lane g has the key of group g's score
+  for (int g = 0; g < p.n_group; ++g) {
+    uint32_t best = 0, second = 0;  // of this lane
+#pragma unroll
+    for (int i = 0; i < kScoresPerLane; ++i) {
+      const int in_group = i * kWarp + lane - g * each;
+      if (in_group < 0 || in_group >= each) continue;
+      second = max(second, min(best, keys[i]));
+      best = max(best, keys[i]);
+    }
+    const uint32_t top = __reduce_max_sync(kFullMask, best);
+    const bool has_top = lane == __ffs(__ballot_sync(kFullMask, best == top)) - 1;
+    const uint32_t next = __reduce_max_sync(kFullMask, has_top ? second : best);
+    if (lane == g) group = order_key(group_score(p, key_float(top), key_float(next)));
+  }
+  uint32_t kept = 0;  // bit g: group g
+  for (int n = 0; n < p.topk_group; ++n) {
+    const int g = __ffs(__ballot_sync(kFullMask, group == __reduce_max_sync(kFullMask, group))) - 1;
+    kept |= 1u << g;
+    if (lane == g) group = 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kScoresPerLane; ++i)
+    if (const int expert = i * kWarp + lane; expert < p.experts && !(kept >> expert / each & 1)) keys[i] = 0;
+}
 
 // Select a row's experts; called by one warp. Lane j calls emit(j, expert) for the j-th best expert.
 template <class T, int kScoresPerLane, bool kSigmoid, class Emit>
@@ -43,6 +73,7 @@ __device__ void select_experts(const MoeRouteParams& p, int64_t row, Emit emit) 
     for (int i = 0; i < kScoresPerLane; ++i) sum += keys[i] > 0 ? score_weight(key_float(keys[i]), best) : 0;
     sum = warp_sum(sum);
   }
+  if (p.n_group > 1) keep_best_groups(p, keys);
 
   uint32_t key = 0;
   int selected = 0;  // lane j keeps the j-th best
@@ -72,9 +103,9 @@ __device__ void select_experts(const MoeRouteParams& p, int64_t row, Emit emit) 
   if (lane >= top_k) return;
   p.topk_ids[row * top_k + lane] = selected;
   if constexpr (kSigmoid)
-    p.topk_weights[row * top_k + lane] = (p.renormalize ? weight / (sum + kSigmoidSumEps) : weight) * p.scale;
+    p.topk_weights[row * top_k + lane] = (p.renormalize ? weight / (sum + p.eps) : weight) * p.scale;
   else
-    p.topk_weights[row * top_k + lane] = weight / sum;
+    p.topk_weights[row * top_k + lane] = weight / sum * p.scale;
   emit(lane, selected);
 }
 
@@ -171,7 +202,9 @@ void start_many(const MoeRouteParams& p, Stream stream) {
 template <class T, bool kSigmoid>
 void start(const MoeRouteParams& p, Stream stream) {
   if (p.rows <= kFewRows && p.experts <= kFewExperts)
-    return p.experts <= 4 * kWarp ? start_few<T, 4, kSigmoid>(p, stream) : start_few<T, 8, kSigmoid>(p, stream);
+    return p.experts <= 4 * kWarp   ? start_few<T, 4, kSigmoid>(p, stream)
+           : p.experts <= 8 * kWarp ? start_few<T, 8, kSigmoid>(p, stream)
+                                    : start_few<T, 16, kSigmoid>(p, stream);
   p.experts <= 8 * kWarp ? start_many<T, 8, kSigmoid>(p, stream) : start_many<T, 32, kSigmoid>(p, stream);
 }
 

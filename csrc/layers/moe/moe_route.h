@@ -1,5 +1,6 @@
-// moe_route: MoE routing. Selects each row's top-k experts by router score, computes routing weights by softmax or
-// sigmoid, and sorts (row, expert) pairs by expert for moe_grouped_gemm.
+// moe_route: MoE routing. Selects each row's top-k experts by router score, from its best groups of experts if there
+// are groups, computes routing weights by softmax or sigmoid, and sorts (row, expert) pairs by expert for
+// moe_grouped_gemm.
 #pragma once
 
 #include <cmath>
@@ -11,7 +12,7 @@
 
 namespace specdec::layers {
 
-constexpr int64_t kMaxTopK = 32;
+constexpr int64_t kMaxTopK = 32, kMaxGroups = 32;
 
 struct MoeRouteParams {
   const void* scores;     // [rows, experts]
@@ -21,11 +22,13 @@ struct MoeRouteParams {
   int64_t* sorted_pairs;  // [rows * top_k], indices into topk_ids, sorted by expert, then by row
   int32_t* expert_ends;   // [experts], end of each expert's range in sorted_pairs
   int64_t rows, experts, top_k;
-  int64_t scores_stride;  // between rows, in elements
+  int64_t n_group, topk_group;  // equal groups of adjacent experts, and those of a row that it selects from
+  int64_t scores_stride;        // between rows, in elements
   Dtypes dtype;
   bool renormalize;  // softmax over the selected experts, else over all; sigmoids over their sum
   bool sigmoid;      // weights are sigmoids of scores, not their softmax
-  float scale;       // of sigmoid weights
+  float scale;       // of the weights
+  float eps;         // added to a sum of sigmoids before they are divided by it
 
   SD_HD int64_t pairs() const { return rows * top_k; }
 };
@@ -33,11 +36,14 @@ struct MoeRouteParams {
 // Return a score's unnormalized softmax weight, given the largest score of its row.
 SD_HD float score_weight(float score, float largest) { return expf(below_max(score, largest)); }
 
-// Added to a sum of sigmoids before they are divided by it.
-constexpr float kSigmoidSumEps = 1e-20f;
-
 // Return the sigmoid of a score, 0 for NaN.
 SD_HD float sigmoid_weight(float score) { return score == score ? div(1.0f, add(1.0f, expf(-score))) : 0.0f; }
+
+// Return the score of a group: the sum of its two best experts' with sigmoids (DeepSeek-V3), else its best expert's
+// (DeepSeek-V2).
+SD_HD float group_score(const MoeRouteParams& p, float best, float second) {
+  return p.sigmoid ? add(best, second) : best;
+}
 
 // Return what a sigmoid router selects by.
 SD_HD float sigmoid_choice(const MoeRouteParams& p, float score, int64_t expert) {
@@ -45,9 +51,9 @@ SD_HD float sigmoid_choice(const MoeRouteParams& p, float score, int64_t expert)
 }
 
 void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool renormalize,
-               const std::string& activation, const OptTensor& bias, double scale, const TensorView& out_topk_ids,
-               const TensorView& out_topk_weights, const TensorView& out_sorted_pairs,
-               const TensorView& out_expert_ends);
+               const std::string& activation, const OptTensor& bias, double scale, double eps, int64_t n_group,
+               int64_t topk_group, const TensorView& out_topk_ids, const TensorView& out_topk_weights,
+               const TensorView& out_sorted_pairs, const TensorView& out_expert_ends);
 
 void moe_route_cpu(const MoeRouteParams& p);
 void moe_route_cuda(const MoeRouteParams& p, Stream stream);

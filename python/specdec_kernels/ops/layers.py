@@ -296,20 +296,29 @@ def moe_route(
     activation: Literal["softmax", "sigmoid"] = "softmax",
     bias: Tensor | None = None,
     scale: float = 1.0,
+    eps: float = 1e-20,
+    n_group: int = 1,
+    topk_group: int = 1,
     out: Routing | None = None,
     stream: int | None = None,
 ) -> Routing:
-    """Select each row's top-k experts and compute their routing weights: one launch for up to 64 rows and 256 experts.
+    """Select each row's top-k experts and compute their routing weights: one launch for up to 16 rows and 512 experts.
+
+    With groups a row selects from its `topk_group` best ones. A group's score is that of its best expert with
+    "softmax" (DeepSeek-V2, arXiv 2405.04434), and the sum of its two best experts' with "sigmoid" (DeepSeek-V3).
 
     Args:
         scores: [T, E] router scores (logits), float32, float16 or bfloat16, at most 1024 experts; rows may be strided.
             Ties go to the lower expert id, and NaN counts as -inf.
         top_k: experts per row, 1 to min(E, 32); T * top_k is at most 262144.
         renormalize: softmax over the scores of the selected experts, else over all; sigmoids are divided by their sum
-            (and 1e-20).
+            plus eps.
         activation: weights are the softmax of the scores, or their sigmoids (DeepSeek-V3, arXiv 2412.19437).
         bias: [E] float32, only with "sigmoid": experts are selected by sigmoids plus bias, which weights leave out.
-        scale: factor of the weights, above 0; 1 with "softmax".
+        scale: factor of the weights, above 0.
+        eps: added to the sum of sigmoids, 0 to 1.
+        n_group: groups of E / n_group adjacent experts, at most 32; several have 2 experts or more each.
+        topk_group: groups that a row selects from, 1 to n_group; they have top_k experts or more.
         out: preallocated result.
         stream: CUDA stream; None: the current one.
 
@@ -317,8 +326,8 @@ def moe_route(
         Routing: per row the best expert first, and per expert its pairs in row order.
 
     Raises:
-        ValueError: wrong dtype, shape, device or stride; a size or scale out of range; an unknown activation; bias or
-            scale with "softmax".
+        ValueError: wrong dtype, shape, device or stride; a size, scale or eps out of range; an unknown activation; bias
+            with "softmax".
     """
     op = "moe_route"
     if out is None:
@@ -331,7 +340,7 @@ def moe_route(
         )
     elif not isinstance(out, Routing):
         raise wrong_type(op, "out", out, Routing)
-    _C.moe_route(stream, scores, top_k, renormalize, activation, bias, scale, *out)
+    _C.moe_route(stream, scores, top_k, renormalize, activation, bias, scale, eps, n_group, topk_group, *out)
     return out
 
 

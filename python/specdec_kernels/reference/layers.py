@@ -143,23 +143,39 @@ def moe_route(
     activation: str = "softmax",
     bias: Tensor | None = None,
     scale: float = 1.0,
+    eps: float = 1e-20,
+    n_group: int = 1,
+    topk_group: int = 1,
 ) -> Routing:
     """Route in float64."""
     wide = scores.double()
     wide = wide.masked_fill(wide.isnan(), -torch.inf)
-    if activation == "sigmoid":
+    is_sigmoid = activation == "sigmoid"
+    if is_sigmoid:
         weights = wide.sigmoid()
         choice = weights if bias is None else weights + bias.double()
         choice = choice.masked_fill(scores.isnan(), -torch.inf)
-        topk_ids = choice.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
-        selected = weights.gather(1, topk_ids)
-        topk_weights = scale * (selected / (selected.sum(1, keepdim=True) + 1e-20) if renormalize else selected)
     else:
-        best, topk_ids = wide.sort(dim=1, descending=True, stable=True)
         # The largest score has the weight 1, even if it is infinite.
-        weights = torch.where(best == best[:, :1], 0, best - best[:, :1]).exp()
-        topk_ids, selected = topk_ids[:, :top_k], weights[:, :top_k]
-        topk_weights = selected / (selected if renormalize else weights).sum(1, keepdim=True)
+        largest = wide.amax(1, keepdim=True)
+        weights = torch.where(wide == largest, 0, wide - largest).exp()
+        choice = wide
+    if n_group > 1:
+        groups = choice.view(len(choice), n_group, -1)
+        best = groups.topk(2).values.sum(-1) if is_sigmoid else groups.amax(-1)
+        kept = best.sort(dim=1, descending=True, stable=True).indices[:, :topk_group]
+        dropped = torch.ones_like(best, dtype=torch.bool).scatter(1, kept, False)
+        order = torch.where(dropped[..., None], 1, 0).expand_as(groups).flatten(1)  # after all experts of kept groups
+        by_score = choice.sort(dim=1, descending=True, stable=True).indices
+        by_group = order.gather(1, by_score).sort(dim=1, stable=True).indices
+        topk_ids = by_score.gather(1, by_group)[:, :top_k]
+    else:
+        topk_ids = choice.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    selected = weights.gather(1, topk_ids)
+    if is_sigmoid:
+        topk_weights = scale * (selected / (selected.sum(1, keepdim=True) + eps) if renormalize else selected)
+    else:
+        topk_weights = scale * selected / (selected if renormalize else weights).sum(1, keepdim=True)
     flat, sorted_pairs = topk_ids.flatten().sort(stable=True)
     all_experts = torch.arange(scores.shape[1], device=scores.device)
     expert_ends = torch.searchsorted(flat, all_experts, right=True, out_int32=True)
