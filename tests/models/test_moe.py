@@ -231,8 +231,10 @@ def test_the_softmax_router_takes_the_most_probable(device: torch.device) -> Non
 
 @pytest.mark.parametrize(("groups", "groups_taken"), [(1, 1), (4, 2), (3, 1)])
 @pytest.mark.parametrize("normalised", [False, True])
-def test_the_sigmoid_router_takes_the_best_of_the_best_groups(groups: int, groups_taken: int, normalised: bool) -> None:
-    weight, correction, x = torch.randn(12, 16), torch.randn(12), torch.randn(6, 16)
+def test_the_sigmoid_router_takes_the_best_of_the_best_groups(
+    groups: int, groups_taken: int, normalised: bool, device: torch.device
+) -> None:
+    weight, correction, x = (torch.randn(*shape, device=device) for shape in ((12, 16), (12,), (6, 16)))
     chosen = SigmoidRouter(weight, correction, 3, groups, groups_taken, normalised, 1.5)(x)
     scores = (x.double() @ weight.double().T).sigmoid()
     corrected = (scores + correction).tolist()

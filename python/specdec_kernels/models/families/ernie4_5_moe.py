@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from ...ops import Routing
 from ..layers.mlp import FeedForward
-from ..layers.moe import MoE, Router, routing_of
+from ..layers.moe import MoE, Router, router_logits, routing_of
 from .base import register
 from .ernie4_5 import Ernie45
 from .llama import gated_mlp
@@ -27,7 +26,7 @@ class CorrectedSoftmaxRouter(Router):
     least_sum: float  # lower bound of the sum that normalizes the routing weights
 
     def __call__(self, x: Tensor) -> Routing:
-        probabilities = functional.linear(x.float(), self.weight.float()).softmax(-1)
+        probabilities = router_logits(x, self.weight).softmax(-1)
         experts = (probabilities + self.e_score_correction_bias).topk(self.top_k).indices
         weights = probabilities.gather(1, experts)
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.least_sum)

@@ -24,7 +24,7 @@ from .quantized import Fp8Weight, dequantize_weight, groups_of
 from .reduction import LOCAL, Reduction, reduction_of
 
 STRIDE_BYTES = 16  # `functional.grouped_mm` takes strides of multiples of it
-MAX_EXPERTS, MAX_TOP_K = 1024, 32  # of our ops
+MAX_EXPERTS, MAX_TOP_K, MAX_PAIRS, MAX_GROUPS = 1024, 32, 262144, 32  # of our ops
 GEMM_INS, GEMM_OUTS = 64, 16  # `moe_grouped_gemm` takes multiples of them, in 16 bits
 # With a mean of at most that many rows for each expert, `moe_grouped_gemm` multiplies where torch's grouped GEMM could,
 # on an H200 in 0.9 of its time: it reads a weight again for every 32 rows, which next to no expert has where the mean
@@ -38,6 +38,20 @@ def routing_of(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
     ids = torch.arange(num_experts, device=experts.device)
     ends = torch.searchsorted(flat, ids, right=True, out_int32=True)
     return Routing(experts, weights.contiguous(), order, ends)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return scores [T, experts] in float32 for rows [T, H] and a weight [experts, H], accumulated in float32."""
+    if x.is_cuda and x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(x, weight.mT, out_dtype=torch.float32)
+    return functional.linear(x.float(), weight.float())
+
+
+def can_use_moe_route(scores: Tensor, top_k: int, n_group: int = 1) -> bool:
+    """Return whether `moe_route` takes scores [T, experts], and is faster than torch."""
+    rows, experts = scores.shape
+    fits = experts <= MAX_EXPERTS and top_k <= MAX_TOP_K and rows * top_k <= MAX_PAIRS
+    return scores.is_cuda and fits and (n_group == 1 or n_group <= min(MAX_GROUPS, experts // 2))
 
 
 class Router(Protocol):
@@ -62,7 +76,7 @@ class SoftmaxRouter(Router):
     def __call__(self, x: Tensor) -> Routing:
         scores = self.gate(x)
         num_experts = scores.shape[1]
-        if scores.is_cuda and num_experts <= MAX_EXPERTS and self.top_k <= MAX_TOP_K:
+        if can_use_moe_route(scores, self.top_k):
             return moe_route(scores, self.top_k, renormalize=self.norm_topk_prob)
         weights, experts = scores.softmax(-1, dtype=torch.float32).topk(self.top_k)
         weights = weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights
@@ -83,7 +97,16 @@ class GroupedSoftmaxRouter(Router):
     routed_scaling_factor: float
 
     def __call__(self, x: Tensor) -> Routing:
-        scores = functional.linear(x.float(), self.weight.float()).softmax(-1)
+        logits = router_logits(x, self.weight)
+        if can_use_moe_route(logits, self.top_k, self.n_group):
+            return moe_route(
+                logits,
+                self.top_k,
+                scale=self.routed_scaling_factor,
+                n_group=self.n_group,
+                topk_group=self.topk_group,
+            )
+        scores = logits.softmax(-1)
         if self.topk_group < self.n_group:
             grouped = scores.view(len(x), self.n_group, -1)
             best = grouped.amax(-1).topk(self.topk_group).indices
@@ -111,7 +134,20 @@ class SigmoidRouter(Router):
     eps: float = 1e-20  # added to the sum by which weights are divided
 
     def __call__(self, x: Tensor) -> Routing:
-        scores = functional.linear(x.float(), self.weight.float()).sigmoid()
+        logits = router_logits(x, self.weight)
+        if can_use_moe_route(logits, self.top_k, self.n_group):
+            return moe_route(
+                logits,
+                self.top_k,
+                renormalize=self.norm_topk_prob,
+                activation="sigmoid",
+                bias=self.e_score_correction_bias.float(),
+                scale=self.routed_scaling_factor,
+                eps=self.eps,
+                n_group=self.n_group,
+                topk_group=self.topk_group,
+            )
+        scores = logits.sigmoid()
         grouped = (scores + self.e_score_correction_bias).view(len(x), self.n_group, -1)
         if self.topk_group < self.n_group:
             best = grouped.topk(2).values.sum(-1).topk(self.topk_group).indices
@@ -459,7 +495,7 @@ class ZeroExpertMoE(FeedForward):
     num_experts: int
 
     def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
-        scores = functional.linear(normed.float(), self.weight.float()).softmax(-1)
+        scores = router_logits(normed, self.weight).softmax(-1)
         chosen = (scores + self.e_score_correction_bias).topk(self.top_k).indices
         weights = scores.gather(1, chosen) * self.routed_scaling_factor
         is_zero = chosen >= self.num_experts
