@@ -35,6 +35,10 @@ constexpr int kSlice = 128;  // bytes of each row
 constexpr int kSliceBytes = kTile * kSlice;
 constexpr int kDepth = 6;  // of a warp's ring, in slices
 constexpr int kMaxWarpsPerSm = 16;
+// Mean pairs of an expert up to which an item has 8 of them at most: then next to no expert has more, and such items
+// leave registers to load ahead.
+constexpr int kFewPairs = 5;
+constexpr int kReservedBytes = 1024;  // of shared memory, that CUDA takes for each block
 
 // Parts of K that are summed separately in every call. So a row gets the same bits whether one warp handles an item or
 // several split it, i.e. whatever the batch. 16-bit rows have twice as many slices, and parts.
@@ -82,10 +86,9 @@ __device__ __forceinline__ uint32_t word_of(const uint4& pack, int i) {
   return i == 0 ? pack.x : i == 1 ? pack.y : i == 2 ? pack.z : pack.w;
 }
 
-// A tile of an expert's weight, and `count` pairs from sorted_pairs[first] on that it is multiplied with.
+// A tile of an expert's weight, and the chunk of the expert's pairs that it is multiplied with.
 struct Item {
-  int64_t expert, first;
-  int tile, count;
+  int expert, chunk, tile;
 };
 
 // The work items of a call. An expert has one chunk per max_pairs of its pairs, and a chunk has one item per tile.
@@ -93,15 +96,26 @@ class Items {
  public:
   // Count the chunks of all experts; called by all threads of a block, ends in a barrier.
   __device__ Items(const MoeGroupedGemmParams& p, int max_pairs, int* chunk_ends)
-      : p_(p), max_pairs_(max_pairs), chunk_ends_(chunk_ends) {
-    const int experts = static_cast<int>(p.experts);
+      : p_(p), chunk_ends_(chunk_ends), max_pairs_(max_pairs) {
+    constexpr int kAtOnce = 8;  // loads in flight
+    const int experts = static_cast<int>(p.experts), lane = lane_id();
     if (warp_id() == 0) {
-      const int each = (experts + kWarp - 1) / kWarp;
-      const int from = min(lane_id() * each, experts), to = min(from + each, experts);
-      int mine = 0;
-      for (int e = from; e < to; ++e) mine += chunk_ends[e] = chunks_of(e);
-      int before = sum_up_to_lane(mine) - mine;
-      for (int e = from; e < to; ++e) chunk_ends[e] = before += chunk_ends[e];
+      int begin = 0, chunks = 0;  // of the experts before
+      for (int first = 0; first < experts; first += kAtOnce * kWarp) {
+        int ends[kAtOnce];
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n)
+          ends[n] = static_cast<int>(p.begin(min(first + n * kWarp + lane + 1, experts)));
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          const int expert = first + n * kWarp + lane, below = __shfl_up_sync(kFullMask, ends[n], 1);
+          const int pairs = max(ends[n] - (lane > 0 ? below : begin), 0);
+          const int end = chunks + sum_up_to_lane((pairs + max_pairs - 1) / max_pairs);
+          if (expert < experts) chunk_ends[expert] = end;
+          begin = __shfl_sync(kFullMask, ends[n], kWarp - 1);
+          chunks = __shfl_sync(kFullMask, end, kWarp - 1);
+        }
+      }
     }
     __syncthreads();
     tiles_ = static_cast<int>(p.weight_rows() / kTile);
@@ -109,28 +123,27 @@ class Items {
   }
 
   __device__ int64_t count() const { return count_; }
+  // Find an item, by all lanes of a warp.
   __device__ Item at(int64_t i) const {
-    const int chunk = static_cast<int>(i / tiles_);
-    int expert = 0;  // the first whose chunks end after this one
-    for (int above = static_cast<int>(p_.experts); expert < above;) {
-      const int middle = (expert + above) / 2;
-      chunk_ends_[middle] > chunk ? above = middle : expert = middle + 1;
-    }
-    const int chunk_of_expert = chunk - (expert > 0 ? chunk_ends_[expert - 1] : 0);
-    const int64_t first = p_.begin(expert) + int64_t{chunk_of_expert} * max_pairs_;
-    return {expert, first, static_cast<int>(i % tiles_),
-            static_cast<int>(min(p_.begin(expert + 1) - first, int64_t{max_pairs_}))};
+    const int chunk = static_cast<int>(i / tiles_), experts = static_cast<int>(p_.experts), lane = lane_id();
+    const int each = (experts + kWarp - 1) / kWarp;  // experts of a lane
+    // The first expert whose chunks end after this one.
+    const bool mine = chunk_ends_[min((lane + 1) * each, experts) - 1] > chunk;
+    const int first = (__ffs(__ballot_sync(kFullMask, mine)) - 1) * each;
+    const bool is_after = lane < each && chunk_ends_[min(first + lane, experts - 1)] > chunk;
+    const int expert = first + __ffs(__ballot_sync(kFullMask, is_after)) - 1;
+    return {expert, chunk - (expert > 0 ? chunk_ends_[expert - 1] : 0), static_cast<int>(i - int64_t{chunk} * tiles_)};
+  }
+  // Return where an item's pairs begin in sorted_pairs, and how many they are.
+  __device__ int64_t first_pair(const Item& item) const { return p_.begin(item.expert) + item.chunk * max_pairs_; }
+  __device__ int count_pairs(const Item& item) const {
+    return static_cast<int>(min(p_.begin(item.expert + 1) - first_pair(item), int64_t{max_pairs_}));
   }
 
  private:
-  __device__ int chunks_of(int expert) const {
-    const int64_t pairs = p_.begin(expert + 1) - p_.begin(expert);
-    return pairs > 0 ? static_cast<int>((pairs + max_pairs_ - 1) / max_pairs_) : 0;
-  }
-
   const MoeGroupedGemmParams& p_;
-  const int max_pairs_;
   const int* const chunk_ends_;
+  const int max_pairs_;
   int tiles_;
   int64_t count_;
 };
@@ -141,8 +154,7 @@ struct TileRows {
   int64_t top, bottom;
 
   __device__ TileRows(const MoeGroupedGemmParams& p, const Item& item) {
-    const int64_t expert = item.expert * p.weight_rows();
-    top = expert + int64_t{item.tile} * (p.gated ? kTile / 2 : kTile);
+    top = item.expert * p.weight_rows() + int64_t{item.tile} * (p.gated ? kTile / 2 : kTile);
     bottom = top + (p.gated ? p.outs : kTile / 2);
   }
 };
@@ -212,7 +224,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
   using Operand = std::conditional_t<kIsFloat8<X>, Half, X>;  // of the mma instruction
   constexpr bool kScaled = kIsFloat8<W>;
   constexpr int kMaxPairs = kTiles * 8, kSliceElements = kSlice / sizeof(W);
-  constexpr bool kPrefetchX = kTiles == 1;  // prefetch x one slice ahead; more rows leave no registers for it
+  // Load x one slice ahead and pairs one item ahead; more rows leave no registers for it.
+  constexpr bool kPrefetch = kTiles == 1;
   extern __shared__ __align__(128) unsigned char slices[];
   const auto begin = [] {
     wait_for_kernels_before();
@@ -229,17 +242,32 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
 
   const int64_t num_slices = p.in / kSliceElements;
   int stage = 0;
-  for (int64_t i = blockIdx.x; i < items.count(); i += gridDim.x) {
-    const Item item = items.at(i);
-    const TileRows rows(p, item);
-    const int tiles = (item.count + 7) / 8;
-    // Pairs after the last read the last one's row; they are not written.
-    int pairs[kTiles], x_rows[kTiles];
+  // Pairs of an item. Those after the last repeat it and are not written.
+  struct Pairs {
+    Item item;
+    int count, ids[kTiles];
+  };
+  const auto load_pairs = [&](int64_t i) {
+    Pairs pairs{};
+    if (i >= items.count()) return pairs;
+    pairs.item = items.at(i);
+    pairs.count = items.count_pairs(pairs.item);
+    const int64_t first = items.first_pair(pairs.item);
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      pairs[n] = static_cast<int>(p.pair(item.first + min(n * 8 + lane / 4, item.count - 1)));
-      x_rows[n] = pairs[n] / top_k;
-    }
+    for (int n = 0; n < kTiles; ++n)
+      pairs.ids[n] = static_cast<int>(p.pair(first + min(n * 8 + lane / 4, pairs.count - 1)));
+    return pairs;
+  };
+  Pairs next;
+  if constexpr (kPrefetch) next = load_pairs(blockIdx.x);
+  for (int64_t i = blockIdx.x; i < items.count(); i += gridDim.x) {
+    const Pairs now = kPrefetch ? next : load_pairs(i);
+    if constexpr (kPrefetch) next = load_pairs(i + gridDim.x);
+    const auto& pairs = now.ids;
+    const int tiles = (now.count + 7) / 8;
+    int x_rows[kTiles];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) x_rows[n] = pairs[n] / top_k;
     XFragment<X, W> x[kTiles][2];
     const auto read = [&](XFragment<X, W>(&to)[kTiles][2], int64_t at) {
 #pragma unroll
@@ -253,10 +281,11 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
             to[n][u].packs[k] = reinterpret_cast<const uint4*>(from + u * kSliceElements / 2)[k];
       }
     };
+    const TileRows rows(p, now.item);
     const int first_part = kWarps > 1 ? warp : 0, last_part = kWarps > 1 ? warp : kParts<W> - 1;
     int64_t at = begin_of_part<W>(first_part, num_slices) * kSliceElements;
     const int64_t end = begin_of_part<W>(last_part + 1, num_slices) * kSliceElements;
-    if constexpr (kPrefetchX) {
+    if constexpr (kPrefetch) {
       if (at < end) read(x, at);
     }
     float sum[kTiles][4] = {};
@@ -271,12 +300,12 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
         float low_scale = 1, high_scale = 1;
         if constexpr (kScaled) {
           const float* const weight_scale =
-              p.weight_scales + group * p.weight_rows() + (p.groups - 1) * item.expert * p.weight_rows() + lane / 4;
+              p.weight_scales + group * p.weight_rows() + (p.groups - 1) * now.item.expert * p.weight_rows() + lane / 4;
           low_scale = weight_scale[rows.top], high_scale = weight_scale[rows.bottom];
         }
         float x_scale[kTiles][2];
         XFragment<X, W> next_x[kTiles][2];
-        if constexpr (kPrefetchX) {
+        if constexpr (kPrefetch) {
           if (at + kSliceElements < end) read(next_x, at + kSliceElements);
         } else {
           read(x, at);
@@ -337,7 +366,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
             for (int e = 0; e < 4; ++e)
               if (n < tiles) part_sum[n][e] += slice_sum[n][e] * (x_scale[n][e % 2] * (e < 2 ? low_scale : high_scale));
         }
-        if constexpr (kPrefetchX) {
+        if constexpr (kPrefetch) {
 #pragma unroll
           for (int u = 0; u < 2; ++u) x[0][u] = next_x[0][u];
         }
@@ -368,8 +397,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
       for (int e = 0; e < 2; ++e) {
         const int column = lane % 4 * 2 + e;
         const int64_t pair = __shfl_sync(kFullMask, pairs[n], column * 4);
-        if (n * 8 + column >= item.count) continue;
-        T* const to = static_cast<T*>(p.out) + pair * p.out_stride + int64_t{item.tile} * outs + lane / 4;
+        if (n * 8 + column >= now.count) continue;
+        T* const to = static_cast<T*>(p.out) + pair * p.out_stride + int64_t{now.item.tile} * outs + lane / 4;
         const float top = sum[n][e], bottom = sum[n][2 + e];
         to[0] = from_float<T>(p.gated ? silu_mul(top, bottom) : top);
         if (!p.gated) to[kTile / 2] = from_float<T>(bottom);
@@ -379,7 +408,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
 
 template <class X, class W, class T>
 void start(const MoeGroupedGemmParams& p, Stream stream) {
-  const int64_t num_sms = current_device("moe_grouped_gemm").num_sms;
+  const Device device = current_device("moe_grouped_gemm");
   const auto max_items = [&](int max_pairs) {
     const int64_t touched = std::min(p.experts, p.pairs);
     return p.weight_rows() / kTile * (touched + (p.pairs - touched) / max_pairs);
@@ -390,18 +419,21 @@ void start(const MoeGroupedGemmParams& p, Stream stream) {
     constexpr int kRings = kWarps * kDepth * kSliceBytes;
     SD_CUDA_CHECK("moe_grouped_gemm", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                            kRings + int{kMaxExperts * sizeof(int)}));
+    const int64_t shared_bytes = kRings + p.experts * sizeof(int);
     // Launch as many blocks as fit at once, but no more than there may be items.
-    const int64_t room = kMaxWarpsPerSm / kWarps * num_sms;
+    const int64_t room =
+        device.num_sms *
+        std::min<int64_t>(kMaxWarpsPerSm / kWarps, device.shared_bytes_per_sm / (shared_bytes + kReservedBytes));
     launch("moe_grouped_gemm", kernel,
            {.grid = static_cast<unsigned>(std::min(room, max_items(kTiles * 8))),
             .threads = kWarps * kWarp,
-            .shared_bytes = kRings + p.experts * sizeof(int)},
+            .shared_bytes = static_cast<size_t>(shared_bytes)},
            stream, p);
   };
-  if (p.rows > 8)
+  if (p.pairs > kFewPairs * p.experts)
     return with_tiles.template operator()<kIsFloat8<W> ? 2 : 4, 1>();  // larger tiles use too many registers
-  max_items(8) <= kMaxWarpsPerSm / 2 * num_sms ? with_tiles.template operator()<1, kParts<W>>()
-                                               : with_tiles.template operator()<1, 1>();
+  max_items(8) <= kMaxWarpsPerSm / 2 * device.num_sms ? with_tiles.template operator()<1, kParts<W>>()
+                                                      : with_tiles.template operator()<1, 1>();
 }
 
 }  // namespace
