@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specdec_kernels import hf
 from specdec_kernels.engine import Draft, Eagle, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone
@@ -285,6 +285,22 @@ def test_config_entries_of_other_types_are_refused_by_name(
 ) -> None:
     other = changed(folder, tmp_path / "x", **changes)
     assert refusal(other) == f"model: {other} has {message}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, "n_group 3, expected a divisor of n_routed_experts (8)"),
+        ({"topk_group": 5}, "topk_group 5, expected 1 to n_group (4)"),
+        ({"topk_group": 1}, "num_experts_per_tok 3, expected 1 to 2 (topk_group 1)"),
+    ],
+)
+def test_groups_of_experts_that_no_row_can_select_from_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    sizes = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3} | changes
+    AutoConfig.for_model("deepseek_v3", **sizes).save_pretrained(tmp_path)
+    assert refusal(tmp_path) == f"model: {tmp_path} has {message}"
 
 
 def test_config_of_a_hybrid_with_a_size_of_another_type_is_refused(tmp_path: Path) -> None:

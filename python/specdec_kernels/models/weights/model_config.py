@@ -90,6 +90,22 @@ def check_entries(config: Any, what: str) -> None:
             share = values.get("partial_rotary_factor")
             if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
                 raise ValueError(f"{what} has partial_rotary_factor {share!r}, expected a number above 0, at most 1")
+    check_groups(config, what)
+
+
+def check_groups(config: Any, what: str) -> None:
+    """Raise ValueError for groups of experts from which no row can select as DeepSeek-V2 and V3 do."""
+    experts, groups = getattr(config, "n_routed_experts", None), getattr(config, "n_group", None)
+    if not experts or not groups or getattr(config, "topk_method", None) == "greedy":  # without groups
+        return
+    if experts % groups:
+        raise ValueError(f"{what} has n_group {groups}, expected a divisor of n_routed_experts ({experts})")
+    taken, top_k = config.topk_group, config.num_experts_per_tok
+    if taken is None or not 1 <= taken <= groups:
+        raise ValueError(f"{what} has topk_group {taken}, expected 1 to n_group ({groups})")
+    most = taken * (experts // groups)
+    if not 1 <= top_k <= most:
+        raise ValueError(f"{what} has num_experts_per_tok {top_k}, expected 1 to {most} (topk_group {taken})")
 
 
 def config_values(source: str | Path, name: str) -> dict[str, Any]:
