@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/best_list.h"
+#include "core/row_softmax.h"
 #include "layers/gemm/small_m_gemm.h"
 #include "layers/moe/moe_grouped_gemm.h"
 
@@ -62,37 +63,39 @@ void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool 
 
 namespace {
 
-// Select a row's experts by choice(expert), from its best groups.
-template <class Choice>
-BestList<kMaxTopK> select_experts(const MoeRouteParams& p, Choice choice) {
+// Select a row's experts by their choices [experts], from its best groups.
+BestList<kMaxTopK> select_experts(const MoeRouteParams& p, const float* choices) {
+  BestList<kMaxTopK> best(static_cast<int>(p.top_k));
+  if (p.n_group == 1) {
+    offer_row(choices, p.experts, best);
+    return best;
+  }
   const int64_t each = p.experts / p.n_group;
   BestList<kMaxGroups> groups(static_cast<int>(p.topk_group));
-  for (int64_t g = 0; g < p.n_group && p.n_group > 1; ++g) {
-    BestList<2> best(2);
-    for (int64_t e = g * each; e < (g + 1) * each; ++e) best.offer(choice(e), static_cast<int32_t>(e));
-    groups.offer(group_score(p, best.scores()[0], best.scores()[1]), static_cast<int32_t>(g));
+  for (int64_t g = 0; g < p.n_group; ++g) {
+    BestList<2> of_group(2);
+    offer_row(choices + g * each, each, of_group);
+    groups.offer(group_score(p, of_group.scores()[0], of_group.scores()[1]), static_cast<int32_t>(g));
   }
-  const auto is_kept = [&](int64_t g) {
-    return p.n_group == 1 || std::find(groups.ids(), groups.ids() + groups.count(), g) != groups.ids() + groups.count();
-  };
-  BestList<kMaxTopK> best(static_cast<int>(p.top_k));
-  for (int64_t g = 0; g < p.n_group; ++g)
-    for (int64_t e = g * each; e < (g + 1) * each && is_kept(g); ++e) best.offer(choice(e), static_cast<int32_t>(e));
+  bool kept[kMaxGroups] = {};
+  for (int i = 0; i < groups.count(); ++i) kept[groups.ids()[i]] = true;
+  for (int64_t e = 0; e < p.experts; ++e)
+    if (kept[e / each]) best.offer(choices[e], static_cast<int32_t>(e));
   return best;
 }
 
 template <class T>
 void route_row(const MoeRouteParams& p, int64_t row) {
   const T* const scores = static_cast<const T*>(p.scores) + row * p.scores_stride;
-  const auto score_of = [&](int64_t e) {
+  float choices[kMaxExperts];  // what experts are selected by
+  for (int64_t e = 0; e < p.experts; ++e) {
     const float score = to_float(scores[e]);
-    return score == score ? score : -INFINITY;
-  };
-  const BestList<kMaxTopK> best =
-      select_experts(p, [&](int64_t e) { return p.sigmoid ? sigmoid_choice(p, to_float(scores[e]), e) : score_of(e); });
+    choices[e] = p.sigmoid ? sigmoid_choice(p, score, e) : score == score ? score : -INFINITY;
+  }
+  const BestList<kMaxTopK> best = select_experts(p, choices);
   float sum = p.sigmoid ? (p.renormalize ? p.eps : 1) : 0;
   for (int64_t e = 0; e < p.experts && !p.sigmoid && !p.renormalize; ++e)
-    sum += score_weight(score_of(e), best.scores()[0]);
+    sum += score_weight(choices[e], best.scores()[0]);
   float* const weights = p.topk_weights + row * p.top_k;
   for (int64_t j = 0; j < p.top_k; ++j) {
     const int32_t expert = best.ids()[j];
