@@ -92,10 +92,10 @@ class ModelDraft(CalibratedDraft, Idleable, Migratable):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        for option, high in (("num_steps", 64), ("topk", 64), ("num_nodes", 256)):
-            value = getattr(self, option)
-            if not (option == "num_nodes" and value is None):
-                check_range(f"{name}: {option}", value, 1, high)
+        for option in ("num_steps", "topk"):
+            check_range(f"{name}: {option}", getattr(self, option), 1, 64)
+        if self.num_nodes is not None:
+            check_range(f"{name}: num_nodes", self.num_nodes, 1, 256)
         check_sampled(name, self.sampled, self.topk)
 
     # --- what a kind of model supplies
