@@ -263,8 +263,10 @@ def test_kill_of_any_rank_at_any_moment_ends_all(seed: int, tmp_path: Path) -> N
     time.sleep(rng.random() * 3)
     victim = rng.choice([first.pid, second])
     os.kill(victim, rng.choice([signal.SIGKILL, signal.SIGSTOP] if victim == second else [signal.SIGKILL]))
-    _, errors = first.communicate(timeout=60)  # 10 s, and what a busy machine adds
-    expect_ended([second], 60)
+    started = time.monotonic()
+    _, errors = first.communicate(timeout=30)
+    expect_ended([second], 30)
+    assert time.monotonic() - started < 30  # 10 s, and what a busy machine adds
     if victim == second:
         assert first.returncode == 1 and f"rank 1 (process {second}) " in errors
 
