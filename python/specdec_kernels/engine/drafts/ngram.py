@@ -66,10 +66,13 @@ class Ngram(Draft, Learner):
             device=context.device,
         )
         self._corpus = [torch.tensor(file_tokens(file, context), dtype=torch.int32) for file in self.corpus]
-        self.forget()
+        self._insert_corpus()
 
     def forget(self) -> None:
         self.index.clear()
+        self._insert_corpus()
+
+    def _insert_corpus(self) -> None:
         for tokens in self._corpus:
             self.index.insert(tokens.to(self.context.device))
 
