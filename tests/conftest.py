@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from support import round_costs
+from support import round_costs, tiny_target
 from support.devices import HAS_CUDA, on_cuda
 
 
@@ -82,6 +82,13 @@ def ctrl_c() -> Iterator[None]:
 def _fixed_costs() -> Iterator[None]:
     """Start adaptive engines with costs of rounds that depend on no clock; `measured_costs` has them measured."""
     with round_costs.fixed():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _tiny_target() -> Iterator[None]:
+    """Open the packaged target in each engine without what would repeat in all of them."""
+    with tiny_target.opened_once():
         yield
 
 
