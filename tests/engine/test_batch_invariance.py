@@ -95,12 +95,12 @@ def test_batch_invariant_logits_equal_in_any_batch(
 def test_batch_invariant_texts_equal_in_any_batch(name: str, device: torch.device) -> None:
     """Greedy and sampled; on a GPU captured and overlapped; with more requests than slots, in other orders."""
     engine = make_engine(name, device)
-    prompts = [prompt[: 5 + 7 * n] for n, prompt in enumerate(held_out("code")[:9])]
+    prompts = [prompt[: 5 + 7 * n] for n, prompt in enumerate(held_out("code")[:6])]
     params = [
-        SamplingParams(NEW_TOKENS, ignore_eos=True, temperature=0.9 * (n % 2), seed=n, logprobs=2) for n in range(9)
+        SamplingParams(NEW_TOKENS, ignore_eos=True, temperature=0.9 * (n % 2), seed=n, logprobs=2) for n in range(6)
     ]
     alone = [engine.generate(prompt, sampling)[0] for prompt, sampling in zip(prompts, params, strict=True)]
-    for order in (range(9), torch.randperm(9).tolist()[:7]):
+    for order in (range(6), torch.randperm(6).tolist()[:5]):
         for n, output in zip(
             order, engine.generate([prompts[n] for n in order], [params[n] for n in order]), strict=True
         ):

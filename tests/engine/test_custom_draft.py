@@ -44,7 +44,7 @@ from support.recording_heads import DepthDraft
 from support.tiny_checkpoint import Comparison, accept_length, held_out, reference_model, reference_texts
 
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "embedding.md"
 
 

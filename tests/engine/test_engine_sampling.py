@@ -139,9 +139,9 @@ def test_sampled_text_ignores_batch_and_order(name: str) -> None:
     assert differing(outputs, [plain()[i] for i in order], [params()[i] for i in order]) <= 2
 
 
-@pytest.mark.parametrize("name", ["eagle3-tree", *exhaustive("none", "ngram"), "standalone"])
+@pytest.mark.parametrize("name", ["eagle3-tree", *exhaustive("none", "ngram", "standalone")])
 def test_sampled_text_survives_retraction(name: str) -> None:
-    each = [SamplingParams(100, ignore_eos=True, temperature=0.8, seed=i) for i in range(4)]
+    each = [SamplingParams(70, ignore_eos=True, temperature=0.8, seed=i) for i in range(4)]
     want = make_engine(name, "batched").generate(prompts()[:4], each)
     tight = Engine(
         TARGET, draft=DRAFTS[name](), adaptive=False, max_len=MAX_LEN, num_slots=4, page_size=4, num_pages=90, device="cpu"
@@ -183,9 +183,9 @@ def test_drawn_seed_is_reported_and_repeatable() -> None:
     ids=str,
 )
 def test_sampling_of_one_token_is_greedy(narrow: dict[str, Any]) -> None:
-    want = reference_texts(prompts()[:8], NEW_TOKENS)
+    want = reference_texts(prompts()[:4], NEW_TOKENS)
     outputs = make_engine("eagle3-tree", "batched").generate(
-        prompts()[:8], SamplingParams(NEW_TOKENS, seed=5, **narrow)
+        prompts()[:4], SamplingParams(NEW_TOKENS, seed=5, **narrow)
     )
     comparison = Comparison(reference_model())
     for prompt, output, text in zip(prompts(), outputs, want, strict=False):

@@ -23,7 +23,7 @@ from support.tiny_checkpoint import Comparison, held_out, reference_model
 
 pytestmark = pytest.mark.soak
 MAX_LEN = 160
-NUM_TEXTS = 24  # kinds of requests that are decoded alone first
+NUM_TEXTS = 16  # kinds of requests that are decoded alone first
 DRAFTS: dict[str, Callable[[], Draft | None]] = {
     "none": lambda: None,
     "ngram": lambda: Ngram(num_nodes=6),

@@ -219,7 +219,7 @@ def random_texts_once() -> list[list[int]]:
 
 
 def test_window_pages_in_use_stay_constant(device: torch.device) -> None:
-    """Over thousands of tokens: those of a prompt, and those of a text."""
+    """Over many windows: those of a prompt, and those of a text."""
     options: dict[str, Any] = {"num_slots": 1, "max_len": 4000, "page_size": 16, "prefill_chunk": 100}
     held = []
     with engine_of(model_of("all"), Ngram(num_nodes=8), device, **options, num_pages=9) as engine:
@@ -231,8 +231,8 @@ def test_window_pages_in_use_stay_constant(device: torch.device) -> None:
 
         if not engine.config.captures:
             state.make_room = watched
-        outputs = engine.generate(random_texts(2500), SamplingParams(1300))
-        assert (len(outputs[0].tokens), outputs[0].finish_reason) == (1300, FinishReason.LENGTH)
+        outputs = engine.generate(random_texts(1200), SamplingParams(600))
+        assert (len(outputs[0].tokens), outputs[0].finish_reason) == (600, FinishReason.LENGTH)
         assert engine.state.pool.page_table.shape[1] == -(-(4000 + engine.config.reserve) // 16)
         assert_all_free(engine)
     assert set(held) <= {1, 2, 3, 4}, "16 rows and a tree's 9 are in 4 pages of 16 at most"
@@ -241,9 +241,12 @@ def test_window_pages_in_use_stay_constant(device: torch.device) -> None:
 # --- many requests
 
 
-@pytest.mark.parametrize(("name", "draft"), [*exhaustive(("all", "ngram")), ("all", "standalone"), ("mixed", "ngram")])
+@pytest.mark.parametrize(("name", "draft"), [*exhaustive(("all", "ngram"), ("mixed", "ngram")), ("all", "standalone")])
 def test_window_soak_leaks_no_page(name: str, draft: str, device: torch.device) -> None:
-    """Cancels and retractions, in a pool that does not hold all of them; each text is that of the request alone."""
+    """Cancels and retractions, in a pool that does not hold all of them; each text is that of the request alone.
+
+    The default run has two page tables: one of the target's windows, and one of the draft, which sees all.
+    """
     rng = random.Random(name + draft)
     model = model_of(name)
     kinds = random_texts(*(rng.choice([1, 2, rng.randint(1, 350)]) for _ in range(8)))
