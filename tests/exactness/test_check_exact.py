@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from specdec_kernels.exactness.sides import continues_ids, measured_limits
 from specdec_kernels.tiny import tiny_model
 from support.defective_proxy import DEFECTS, Defect, proxied, swap_token
 from support.exact_servers import OFF, check, expect_exact, side_of
+from support.exhaustive import exhaustive
 from support.hybrid_servers import write_hybrid_with_mtp
 from support.server_thread import Running, serving
 
@@ -207,11 +208,25 @@ class Finder:
 FIELDS = {"logprob": "logprobs", "tool argument": "tool_calls"}
 
 
-@pytest.mark.parametrize("by_ids", [False, True], ids=["texts", "ids"])
-def test_every_defect_is_found_and_its_request_named(server: Running, by_ids: bool) -> None:
+@pytest.fixture(scope="module")
+def defective(server: Running) -> tuple[dict[str, Case], list[int]]:
+    """Return a case for each defect, and the numbers of four cases that have none."""
     found = Finder(server)
     cases = found.of_each_defect()
-    others = [found.find(lambda case: case.path == COMPLETIONS).index for _ in range(4)]
+    return cases, [found.find(lambda case: case.path == COMPLETIONS).index for _ in range(4)]
+
+
+# By ids, the default run finds what shows in them: another token, and a longer prompt.
+@pytest.mark.parametrize(
+    ("by_ids", "chosen"),
+    [(False, DEFECTS), (True, ("swapped token", "leaked prefix")), *exhaustive((True, DEFECTS))],
+    ids=["texts", "some ids", "ids"],
+)
+def test_every_defect_is_found_and_its_request_named(
+    server: Running, defective: tuple[dict[str, Case], list[int]], by_ids: bool, chosen: Collection[str]
+) -> None:
+    cases, others = {name: case for name, case in defective[0].items() if name in chosen}, defective[1]
+    assert cases.keys() == {*chosen}
     with proxied(server.port) as proxy:
         proxy.defects = {case.body["seed"]: DEFECTS[name] for name, case in cases.items()}
         indices = sorted([*others, *(case.index for case in cases.values())])

@@ -14,6 +14,7 @@ from specdec_kernels.engine import Draft, Engine, Ngram, SamplingParams, Standal
 from specdec_kernels.models.backends.native import CausalLM, check_supported
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
+from support.exhaustive import exhaustive
 from support.family_cases import (
     CASES,
     VOCAB,
@@ -31,18 +32,22 @@ def greedy_alone(model: Any, prompt: list[int], count: int) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize(("case", "draft"), [*zip(CASES, itertools.cycle(["none", "ngram"]))])
+# Each case drafts for itself; of four, one writes a text without drafts before, and one with n-grams.
+FIRST = [*zip(CASES, itertools.cycle(["none", "", "ngram", ""]))]
+
+
+@pytest.mark.parametrize(
+    ("case", "draft"), [*FIRST, *exhaustive(*((case, "ngram") for case, first in FIRST if first != "ngram"))]
+)
 def test_greedy_text_is_that_of_transformers(case: str, draft: str, device: torch.device) -> None:
-    """Each case drafts for itself, after one run without drafts or with n-grams."""
     module = random_module(case)
     reference = deepcopy(module)
     prompts = [*random_prompts(1), [5, 3, 9] * 8]
     want = [greedy_alone(reference, prompt, 12) for prompt in prompts]
     comparison = Comparison(reference)
-    drafts: list[Draft | None] = [
-        Ngram(num_nodes=9) if draft == "ngram" else None,
-        Standalone(deepcopy(module), num_steps=3, topk=3, num_nodes=9),
-    ]
+    drafts: list[Draft | None] = [Standalone(deepcopy(module), num_steps=3, topk=3, num_nodes=9)]
+    if draft:
+        drafts.insert(0, Ngram(num_nodes=9) if draft == "ngram" else None)
     options: dict[str, Any] = {"max_len": 96, "num_slots": 2, "page_size": 16, "dtype": torch.float32}
     for each in drafts:
         engine = Engine(module.to(device), draft=each, device=device, adaptive=False, **options)

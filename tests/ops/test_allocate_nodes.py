@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import specdec_kernels as sd
 from specdec_kernels.reference import tree as reference
+from support.exhaustive import exhaustive
 
 INT = torch.int32
 
@@ -62,7 +63,7 @@ def test_allocate_nodes_skips_finished_and_stalled_slots(device: torch.device) -
     assert got.num_nodes.tolist() == [0, 5]
 
 
-@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 256), (3, 5), (64, 32), (256, 256), (300, 200)])
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (1, 256), (3, 5), (64, 32), *exhaustive((256, 256)), (300, 200)])
 def test_allocate_nodes_matches_sort(device: torch.device, batch: int, nodes: int) -> None:
     for levels in (0, 7):
         scores = falling(batch, nodes, levels)

@@ -11,6 +11,7 @@ import torch
 
 import specdec_kernels as sd
 from specdec_kernels.reference import draft as reference
+from support.exhaustive import covering
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NEAR = 1e-4  # scores this close may be ordered either way
@@ -74,23 +75,23 @@ def check(device: torch.device, ids: torch.Tensor, logprobs: torch.Tensor, count
             assert abs(scores.get(path, least) - score) <= NEAR, path
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("batch", "depth", "k", "count", "rank"),
-    [
-        (1, 1, 1, 1, 1),
-        (3, 3, 5, 9, 7),
-        (2, 7, 16, 31, 256),
-        (1, 16, 8, 40, 32),
-        (1, 3, 20, 100, 32),
-        (2, 2, 40, 50, 288),
-        (1, 5, 64, 256, 64),
-        (1, 16, 64, 20, 32),
-    ],
-)
+SHAPES = [  # batch, depth, k, count, rank
+    (1, 1, 1, 1, 1),
+    (3, 3, 5, 9, 7),
+    (2, 7, 16, 31, 256),
+    (1, 16, 8, 40, 32),
+    (1, 3, 20, 100, 32),
+    (2, 2, 40, 50, 288),
+    (1, 5, 64, 256, 64),
+    (1, 16, 64, 20, 32),
+]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), covering(SHAPES, DTYPES), ids=str)
 def test_expand_trellis_with_transitions_matches_reference(
-    device: torch.device, dtype: torch.dtype, batch: int, depth: int, k: int, count: int, rank: int
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
+    batch, depth, k, count, rank = shape
     ids, logprobs = unary(batch, depth, k, 100)
     options = tables(100, rank, dtype, scale=1.5 * rank**-0.25)
     check(device, ids, logprobs, count, root_tokens=torch.randint(0, 100, (batch,), dtype=torch.int32), **options)

@@ -20,7 +20,7 @@ from support.op_calls import calls
 from support.random_calls import OPS, check_twice, each_tensor, each_with_an_empty_dimension, without_size
 
 pytestmark = pytest.mark.fuzz
-CALLS = int(os.environ.get("SPECDEC_FUZZ", 1500))
+CALLS = int(os.environ.get("SPECDEC_FUZZ", 700))
 
 
 @pytest.mark.parametrize("seeds", ["fixed", *exhaustive("fresh")])

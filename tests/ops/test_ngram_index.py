@@ -270,11 +270,27 @@ class Ring:
         return text.tokens[gone:]
 
 
-@settings(max_examples=200)
-@given(max_tokens=st.integers(1, 200), alphabet=st.integers(1, 5), seed=st.integers(0, 2**32))
+AGEING = {"max_tokens": st.integers(1, 200), "alphabet": st.integers(1, 5), "seed": st.integers(0, 2**32)}
+
+
+@settings(max_examples=70)
+@given(**AGEING)
 def test_ngram_index_never_misreads_evicted_text(
     max_tokens: int, alphabet: int, seed: int, device: torch.device
 ) -> None:
+    age(max_tokens, alphabet, seed, device)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=400)
+@given(**AGEING)
+def test_ngram_index_never_misreads_evicted_text_of_more_seeds(
+    max_tokens: int, alphabet: int, seed: int, device: torch.device
+) -> None:
+    age(max_tokens, alphabet, seed, device)
+
+
+def age(max_tokens: int, alphabet: int, seed: int, device: torch.device) -> None:
     """Check that paths continue held, visible text, on a ring and a table far too small, through files and scopes.
 
     Twins stay equal, one of them with threads.

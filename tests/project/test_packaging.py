@@ -115,6 +115,14 @@ def test_wheel_builds_in_fresh_checkout(trees: Path, toolchain: str) -> None:
     assert wheel.name.startswith(f"specdec_kernels-{(ROOT / 'VERSION').read_text().strip()}+cpu-cp3")
 
 
+def test_build_with_nvcc_asks_for_cutlass() -> None:
+    """The default run asks; compiling the kernels is what `./build.sh compile-check` does, with that package."""
+    native_build.require([], ["nvcc"])
+    program = "import sys; sys.path.insert(0, 'packaging'); import build_backend as b; print(*b.get_requires_for_build_wheel())"
+    assert "nvidia-cutlass" in native_build.run([sys.executable, "-c", program])
+
+
+@pytest.mark.exhaustive
 def test_pip_finds_all_that_a_build_with_nvcc_needs(source: Path, environment: Path, tmp_path: Path) -> None:
     """What pip would install to build with, and a kernel that includes CUTLASS compiled with that alone."""
     native_build.require([], ["nvcc"])

@@ -572,8 +572,8 @@ def test_forced_call_of_parameters_that_may_be_no_object_has_an_object(strict: R
 
 def test_texts_of_every_row_of_keywords_are_valid_and_the_same(strict: Running) -> None:
     """By the engine, `response_format` and forced calls; tests/server/test_schema_texts.py asks for fifty of each."""
-    rows = [[schema for schema in row if schema is not True][:2] for row in (*HELD.values(), TOGETHER)]
-    requests = [one for row in rows for i, schema in enumerate(row) for one in requests_for(schema, [2 + i])]
+    rows = [[schema for schema in row if schema is not True][:1] for row in (*HELD.values(), TOGETHER)]
+    requests = [one for row in rows for schema in row for one in requests_for(schema, [2])]
     calls = [one.as_call() for one in requests]
     plain, plain_calls = (by_engine(strict.engine, each, speculation="off") for each in (requests, calls))
     print(f"\nengine: {check_pairs(requests, plain, by_engine(strict.engine, requests))}")

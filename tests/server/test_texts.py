@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from specdec_kernels.engine import Engine, NewTokens, Ngram, SamplingParams
+from support.exhaustive import exhaustive
 from support.server_thread import Running, serving
 from support.tiny_random_models import NATIVE, tiny_model
 from support.tokenizer_kinds import BYTES, KINDS, TEXT, tokenizer_of
@@ -60,8 +61,9 @@ def chunks(running: Running, body: dict[str, Any], path: str = COMPLETE) -> list
     [{}, {"n": 2}, {"stop": ["é", " P", "\n", "no such string"]}, {"stream_options": {"include_rounds": True}}],
     ids=["plain", "n", "stop", "rounds"],
 )
-def test_streamed_text_is_the_whole_text(running: Running, fields: dict[str, Any]) -> None:
-    for seed in range(12):
+@pytest.mark.parametrize("first", [0, *exhaustive(5, 10)])
+def test_streamed_text_is_the_whole_text(running: Running, fields: dict[str, Any], first: int) -> None:
+    for seed in range(first, first + 5):
         body = body_of(running, seed, **fields)
         body.pop("stream_options", None)
         choices = whole(running, body)
