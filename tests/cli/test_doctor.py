@@ -32,7 +32,8 @@ from support.tiny_checkpoint import HELD_OUT, held_out
 
 Capture = pytest.CaptureFixture[str]
 
-SMALL = ("--max-new-tokens", "40", "--speculative-num-steps", "3")
+NEW_TOKENS = 24
+SMALL = ("--max-new-tokens", str(NEW_TOKENS), "--speculative-num-steps", "3")
 TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 
 
@@ -86,7 +87,7 @@ def healthy(prompts: Path) -> float:
     texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
     with Engine(TARGET, draft=Recorder((1, 2, 3)), adaptive=False, device="cpu") as engine:
         tokens = [engine.tokenizer(text)["input_ids"] for text in texts]
-        recorded = record(engine, tokens, write_texts(engine, tokens, 40))
+        recorded = record(engine, tokens, write_texts(engine, tokens, NEW_TOKENS))
         return measure(Eagle3(HEAD, num_steps=3, topk=1), 3, engine.target, recorded).accept_length
 
 

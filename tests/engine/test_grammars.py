@@ -48,7 +48,7 @@ MAX_LEN, NEW_TOKENS = 256, 200
 DRAFTS: dict[str, Callable[[], Draft | None]] = {
     "none": lambda: None,
     "ngram": lambda: Ngram(num_nodes=8),
-    "eagle3-tree": lambda: Eagle3(HEAD, num_steps=5, topk=8, num_nodes=32),
+    "eagle3-tree": lambda: Eagle3(HEAD, num_steps=4, topk=4, num_nodes=16),
     "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
     "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
     "drawn": lambda: Eagle3(HEAD, num_steps=3, topk=1, sampled=True),

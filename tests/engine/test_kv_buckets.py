@@ -179,7 +179,7 @@ def test_kv_buckets_use_current_gpu() -> None:
 TARGET = tiny_model("target")
 DRAFTS: dict[str, Callable[[], Draft | None]] = {
     "none": lambda: None,
-    "eagle3": lambda: Eagle3(tiny_model("eagle3"), num_steps=5, topk=8, num_nodes=32),
+    "eagle3": lambda: Eagle3(tiny_model("eagle3"), num_steps=4, topk=4, num_nodes=16),
     "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
 }
 
