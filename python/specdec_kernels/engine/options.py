@@ -12,9 +12,10 @@ import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -24,27 +25,19 @@ Class = TypeVar("Class")
 TuningSource = str | Path | Mapping[str, Any]
 
 
-# Kinds of the options that are no integers.
-KINDS: tuple[tuple[tuple[str, ...], Any, str], ...] = (
-    (
-        (
-            "batch_invariant",
-            "calibrate",
-            "cuda_graph",
-            "custom_all_reduce",
-            "grammars",
-            "progress",
-            "trust_remote_code",
-        ),
-        bool,
-        "True or False",
-    ),
-    (("adaptive", "prefix_cache"), bool | None, "True, False or None"),
-    (("mem_fraction",), int | float | None, "a number or None"),
-    (("batch_sizes",), Sequence | None, "a list of integers or None"),
-    (("adapter", "trace"), str | Path | None, "a path or None"),
-    (("implementation",), str, "a string"),
-)
+# Types of options in messages.
+WORDS: dict[Any, str] = {
+    bool: "True, False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Path: "a path",
+    Sequence: "a list",
+    Mapping: "a dict",
+    torch.dtype: "a dtype of torch",
+    torch.device: "a device of torch",
+    type(None): "None",
+}
 
 
 def option(default: Any, doc: str) -> Any:
@@ -188,8 +181,6 @@ class EngineOptions:
             check_at_least(2, max_len=self.max_len)
         check_at_least(1, num_slots=self.num_slots, page_size=self.page_size, prefill_chunk=self.prefill_chunk)
         check_at_least(1, snapshot_rows=self.snapshot_rows)
-        if self.num_pages is not None:
-            check_integer("Engine: num_pages", self.num_pages)
         if self.num_snapshots is not None:
             check_at_least(0, num_snapshots=self.num_snapshots)
         if self.tp is not None:
@@ -201,11 +192,9 @@ class EngineOptions:
         self._check_batch_invariant()
 
     def _check_kinds(self) -> None:
-        for names, kinds, expected in KINDS:
-            for name in names:
-                value = getattr(self, name)
-                if not isinstance(value, kinds):
-                    raise ValueError(f"Engine: {name} is {value!r}, expected {expected}")
+        for name, hint in get_type_hints(type(self)).items():
+            if hint is not Any:
+                check_kind(f"Engine: {name}", getattr(self, name), hint)
         if not (isinstance(self.tokenizer, str | Path | None) or hasattr(self.tokenizer, "decode")):
             kind = type(self.tokenizer).__name__
             raise ValueError(f"Engine: tokenizer is a {kind}, expected one of transformers, a path or a hub id")
@@ -241,10 +230,19 @@ class EngineOptions:
             )
 
 
+def check_kind(what: str, value: Any, hint: Any) -> None:
+    """Raise ValueError for a value, in errors `what`, of another type than an annotation; a bool is no number."""
+    union = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [get_origin(kind) or kind for kind in union]
+    abstract = tuple({int: Integral, float: Real}.get(kind, kind) for kind in kinds)
+    if not isinstance(value, abstract) or (isinstance(value, bool) and bool not in kinds):
+        words = ", ".join(WORDS[kind] for kind in kinds)
+        raise ValueError(f"{what} is {value!r}, expected {' or '.join(words.rsplit(', ', 1))}")
+
+
 def check_at_least(low: int, **arguments: int) -> None:
-    """Raise ValueError for an argument that is no integer, or below `low`."""
+    """Raise ValueError for an argument below `low`."""
     for name, value in arguments.items():
-        check_integer(f"Engine: {name}", value)
         if value < low:
             raise ValueError(f"Engine: {name} is {value}, expected at least {low}")
 

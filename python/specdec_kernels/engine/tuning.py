@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +34,10 @@ def read_tuning(source: TuningSource, name: str = "Engine: tuning") -> dict[str,
 
     Raises:
         OSError: no such file. ValueError: invalid content, or that of another schema version.
-        TypeError: neither a path nor a dict.
     """
     if isinstance(source, Mapping):
         what, tuning = f"{name} is a dict", dict(source)
-    elif isinstance(source, str | Path):
+    else:
         what = f"{name} is {source}"
         try:
             text = read_text(source, name)
@@ -49,8 +47,6 @@ def read_tuning(source: TuningSource, name: str = "Engine: tuning") -> dict[str,
             tuning = json.loads(text)
         except (ValueError, RecursionError):  # nested too deep
             raise ValueError(f"{what}, which is not JSON, expected {EXPECTED}") from None
-    else:
-        raise TypeError(f"{name} is a {type(source).__name__}, expected a path, a dict or None")
     if not isinstance(tuning, dict) or "schema" not in tuning:
         raise ValueError(f"{what} without a schema, expected {EXPECTED}")
     if tuning["schema"] != SCHEMA:
