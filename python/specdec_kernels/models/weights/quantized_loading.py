@@ -54,7 +54,8 @@ def known_as(tensors: set[str], model: Any) -> set[str]:
 
     They are the checkpoint's and the model's own; an expert's scale may also have that of all experts' parameter.
     """
-    return tensors | set(own_names(tensors, model).values()) | set(merged_names(tensors, model).values())
+    renamings, converters = conversions(model)
+    return tensors | {rename_source_key(each, renamings, way)[0] for each in tensors for way in ([], converters)}
 
 
 def of_any_expert(name: str) -> str:
