@@ -63,7 +63,7 @@ from specdec_kernels.models.layers.moe import QuantizedExperts
 from specdec_kernels.models.layers.quantized import QuantizedLinear
 from specdec_kernels.models.shard import WHOLE, Shard
 from specdec_kernels.models.state_cache import StateSpec, bytes_of
-from specdec_kernels.models.weights.model_config import NUM_EXPERTS
+from specdec_kernels.models.weights.config_entries import NUM_EXPERTS
 from specdec_kernels.models.weights.mtp_layouts import NEXTN
 from specdec_kernels.parallel.launch import Place
 from specdec_kernels.status import FinishReason

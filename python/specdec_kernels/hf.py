@@ -44,7 +44,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .engine import Draft, Engine, NewTokens, Ngram, SamplingParams
-from .models.backends.native import check_supported
+from .models.backends.native import supported_family
 from .models.families import family_of, position_limit
 from .models.weights.loading import check_modules
 from .models.weights.model_config import text_config
@@ -498,7 +498,7 @@ def _engine_of(
 
 def _check_module(model: Any, max_len: int) -> None:
     config = text_config(model.config)
-    check_supported(config, max_len)
+    supported_family(config, max_len)
     check_modules(model, packages=family_of(config).packages)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:

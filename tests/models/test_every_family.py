@@ -11,7 +11,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from specdec_kernels.engine import Draft, Engine, Ngram, SamplingParams, Standalone
-from specdec_kernels.models.backends.native import CausalLM, check_supported
+from specdec_kernels.models.backends.native import CausalLM, supported_family
 from specdec_kernels.models.layers.paged_batch import PagedBatch
 from specdec_kernels.models.options import ModelOptions
 from support.exhaustive import exhaustive
@@ -136,5 +136,5 @@ def test_what_families_cannot_express_is_refused(case: str, changes: Any, max_le
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(ValueError) as error:
-        check_supported(config, max_len)
+        supported_family(config, max_len)
     assert str(error.value) == message

@@ -354,7 +354,7 @@ def test_chains_are_those_of_the_variant(variant: str, tmp_path: Path, monkeypat
         ),
         (
             {"partial_rotary_factor": 0},
-            "EAGLE-3 head: partial_rotary_factor is 0, expected a number above 0 and at most 1 ({folder})",
+            "EAGLE-3 head: {folder} has partial_rotary_factor 0, expected a number above 0, at most 1",
         ),
     ],
 )

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
-from specdec_kernels.models.backends.native import CausalLM, check_supported
+from specdec_kernels.models.backends.native import CausalLM, supported_family
 from specdec_kernels.models.backends.select import implementation_of
 from specdec_kernels.models.families import base
 from specdec_kernels.models.heads.eagle3 import Eagle3Head, feature_layers
@@ -339,5 +339,5 @@ def test_feature_layers_follow_the_config() -> None:
 def test_a_limit_of_minus_one_is_none(tmp_path: Path) -> None:
     """For our parts as for those of transformers."""
     config = AutoConfig.for_model("llama", max_position_embeddings=-1)
-    check_supported(config, 256)
+    supported_family(config, 256)
     assert implementation_of(config, 256) == "native"

@@ -45,9 +45,9 @@ def test_entries_that_nothing_computes_are_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_attention_groups": {}}, "num_key_value_heads {}, expected an integer from 0 on"),
+        ({"num_attention_groups": {}}, "num_key_value_heads {}, expected an integer from 1 to 2147483647"),
         ({"partial_rotary_factors": [0.5, 1.5, 1.0, 1.0]}, "partial_rotary_factor 1.5, expected a number above 0, at most 1"),
-        ({"rms_norm_eps": -1e-5}, "rms_norm_eps -1e-05, expected a finite number above 0"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps -1e-05, expected a number above 0, below 2**63"),
         ({"dtype": 3}, "dtype 3, expected the name of a dtype of torch"),
     ],
 )  # fmt: skip

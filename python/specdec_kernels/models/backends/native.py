@@ -20,8 +20,9 @@ from ..layers.outputs import LayerOutput, select_rows
 from ..layers.paged_batch import LastRows, PagedBatch
 from ..options import ModelOptions
 from ..state_cache import StateCache
+from ..weights.config_entries import fault_of_entry
 from ..weights.loading import load_causal_lm, place
-from ..weights.model_config import config_of, in_a_line, keep_text_only
+from ..weights.model_config import config_from, config_of, keep_text_only
 from ..weights.sharding import DIVISION, Division
 from ..weights.update import write_over
 from .base import PagedModel
@@ -29,24 +30,38 @@ from .self_check import CHECKED_NODES, CHECKED_ROWS, ModuleMismatchError, check_
 
 
 class UnreadableConfigError(ValueError):
-    """A config with an entry of another type than published ones, with which no implementation can run."""
+    """A config with an entry that published ones do not have, with which no implementation can run."""
 
 
-def check_supported(config: PretrainedConfig, max_len: int, name: str = "model") -> Family:
-    """Return the family that makes the layers of such a model.
+def supported_family(config: PretrainedConfig, max_len: int, name: str = "model") -> Family:
+    """Return the family that makes the layers of such a model; raises as `check_supported`."""
+    family = family_of(config, name)
+    check_supported(family, max_len, name)
+    return family
+
+
+def check_supported(family: Family, max_len: int, name: str = "model") -> None:
+    """Check that a family makes the layers of its config.
 
     Raises:
-        UnreadableConfigError: an entry of another type than published ones.
+        UnreadableConfigError: an entry with a value that published ones do not have.
         ValueError: what they cannot express, by name.
     """
-    family = family_of(config, name)
-    try:
+
+    def check(family: Family) -> None:
         family.check(name)
         family.check_len(max_len, name)
-    except (AttributeError, LookupError, TypeError) as error:  # an entry of another type
-        why = f"{config.model_type} has a config that cannot be read ({in_a_line(error)})"
-        raise UnreadableConfigError(f"{name}: {why}, expected values of the kinds that published ones have") from error
-    return family
+        for layer in range(family.config.num_hidden_layers):
+            window = family.window(layer)
+            if window is not None and (type(window) is not int or window < 1):
+                why = f"layer {layer} has a sliding_window of {window!r}, expected an integer from 1 on"
+                raise UnreadableConfigError(f"{name}: {why}")
+
+    try:
+        check(family)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        fault = fault_of_entry(family.config.to_dict(), lambda values: check(type(family)(config_from(values))), error)
+        raise UnreadableConfigError(f"{name}: {family.config.model_type} {fault}") from error
 
 
 def read_decoder(family: Family, model: Any, options: ModelOptions) -> Decoder:
@@ -84,10 +99,10 @@ class CausalLM(PagedModel):
 
     def __init__(self, model: str | Path | nn.Module, options: ModelOptions) -> None:
         self._config = config_of(model, options.name)
-        family = check_supported(options.shard.config(self._config, options.name), options.max_len, options.name)
+        family = supported_family(options.shard.config(self._config, options.name), options.max_len, options.name)
         division: Division | None = None
         if options.shard.size > 1:
-            styles = check_supported(self._config, options.max_len, options.name).division()
+            styles = supported_family(self._config, options.max_len, options.name).division()
             division = Division(self._config, styles, options.shard, options.reduction, options.name)
         self.model = load_causal_lm(
             model,

@@ -42,20 +42,20 @@ def implementation_of(config: Any, max_len: int, implementation: str = "auto", n
         if getattr(config, "sub_configs", None):
             raise ValueError(f"{name}: {config.model_type} is made of several models, expected one")
         raise ValueError(f"{name}: {config.model_type} has no attention in its layers, expected a model that has")
-    family = family_of(config, name) if config.model_type in known_families() else None
-    if family is not None:
-        family.check_entries(name)
-    if implementation != "auto":
-        if implementation == "native":
-            check_supported(config, max_len, name)
+    if config.model_type not in known_families() and implementation != "native":
+        return "transformers"
+    family = family_of(config, name)
+    family.check_entries(name)
+    if implementation == "transformers":
         return implementation
     try:
-        check_supported(config, max_len, name)
+        check_supported(family, max_len, name)
     except UnreadableConfigError:
         raise
     except ValueError:
-        if family is not None and family.state_specs(torch.float32):
-            raise  # transformers' modules keep one recurrent state, which no tree can share
+        # Transformers' modules keep one recurrent state, which no tree can share.
+        if implementation == "native" or family.state_specs(torch.float32):
+            raise
         return "transformers"
     return "native"
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,10 +12,9 @@ from ..families import kv_numbers
 from ..layers.reduction import LOCAL
 from ..shard import Shard
 from ..state_cache import bytes_of
-from ..weights.loading import auto_class
-from ..weights.model_config import config_of, config_values, keep_text_only, scheme_in, whole_config
+from ..weights.model_config import config_of, config_values, empty_module, keep_text_only, scheme_in, whole_config
 from ..weights.sharding import Cut, Division
-from .native import check_supported
+from .native import supported_family
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,11 @@ def share_of(model: str | Path, size: int, name: str = "model") -> Share:
     """
     text = config_of(model, name)
     shard = Shard(0, size)  # its part of the vocabulary is the largest
-    whole = check_supported(text, 2, name)
-    local = check_supported(shard.config(text, name), 2, name) if size > 1 else whole
+    whole = supported_family(text, 2, name)
+    local = supported_family(shard.config(text, name), 2, name) if size > 1 else whole
     dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.bfloat16
-    module, cuts = empty_module(model, dtype, name), dict[str, Cut]()
+    module, cuts = empty_module(whole_config(model, name), f"{name}: {model}", dtype), dict[str, Cut]()
+    keep_text_only(module)
     if size > 1:
         division = Division(text, whole.division(), shard, LOCAL, name)
         cuts = division.cuts(module)
@@ -67,20 +65,6 @@ def share_of(model: str | Path, size: int, name: str = "model") -> Share:
         state=state,
         state_of_node=with_node - state,
     )
-
-
-def empty_module(model: str | Path, dtype: torch.dtype, name: str) -> Any:
-    """Return the text decoder of a folder or hub id without memory for its weights."""
-    config = whole_config(model, name)
-    kind = auto_class(config, model, name)._model_mapping[type(config)]
-    config = copy.deepcopy(config)
-    for part in (config, config.get_text_config(decoder=True)):
-        for key in ("quantization_config", "compression_config"):
-            vars(part).pop(key, None)
-    with torch.device("meta"):
-        module = kind._from_config(config, dtype=dtype)
-    keep_text_only(module)
-    return module
 
 
 def part_bytes(parameter: torch.Tensor, cut: Cut | None) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from ..weights.checkpoint import Kind, expect_kind, load_tensors, local_folder, read_json, tensor_names
-from ..weights.model_config import named_refusals
+from ..weights.config_entries import check_entries, made_of
 
 LAYER = re.compile(r"(?:midlayer|transformer|layers\.(\d+))\.")
 
@@ -130,22 +130,20 @@ class OpenCheckpoint:
             value = layer.get(size, 1)
             if (type(value) is not int or value < 1) and not (size == "head_dim" and value is None):
                 raise ValueError(f"{self.name}: {size} is {value!r}, expected a number from 1 on ({self.folder})")
-        if not any(name.endswith(LATENT) for name in self.names):  # the target's, as some exporters leave it
-            layer = {key: value for key, value in layer.items() if key != "kv_lora_rank"}
-        others: dict[str, Any] = {key: value for key, value in values.items() if key not in (inner, "kv_lora_rank")}
-        with named_refusals(self.folder, self.name):
+        is_latent = any(name.endswith(LATENT) for name in self.names)
+
+        def read(values: dict[str, Any]) -> LlamaConfig:
+            layer = values[inner] if inner else values
+            if not is_latent:  # the target's, as some exporters leave it
+                layer = {key: value for key, value in layer.items() if key != "kv_lora_rank"}
             if inner:
                 layer = AutoConfig.for_model(**({"model_type": "llama"} | layer)).to_dict()
-            config = LlamaConfig.from_dict(with_plain_rope(others | layer | {"model_type": "llama"}))
-        theta: Any = (config.rope_parameters or {}).get("rope_theta", 1.0)
-        if type(theta) not in (int, float) or theta <= 0:
-            raise ValueError(f"{self.name}: rope_theta is {theta!r}, expected a number above 0 ({self.folder})")
-        factor = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-        if not isinstance(factor, (int, float)) or not 0 < factor <= 1:
-            raise ValueError(
-                f"{self.name}: partial_rotary_factor is {factor!r}, expected a number above 0 and at most 1 "
-                f"({self.folder})"
-            )
+            others = {key: value for key, value in values.items() if key not in (inner, "kv_lora_rank")}
+            return LlamaConfig.from_dict(with_plain_rope(others | layer | {"model_type": "llama"}))
+
+        what = f"{self.name}: {self.folder}"
+        config: LlamaConfig = made_of(values, read, what)
+        check_entries(config, what)
         return config
 
 

@@ -26,10 +26,10 @@ from ..layers.linear import Linear, linear_of
 from ..layers.norm import Norm, RMSNorm
 from ..layers.paged_batch import PagedBatch
 from ..layers.quantized import Fp8Weight
-from ..weights.checkpoint import fault_of_experts, load_tensors, local_folder, some, tensor_names
+from ..weights.checkpoint import does_not_load, load_tensors, local_folder, some, tensor_names
 from ..weights.formats import fitting_weight
 from ..weights.loading import DTYPES, check_modules, place
-from ..weights.model_config import config_of, config_values, in_a_line, scheme_in
+from ..weights.model_config import QUANTIZATION, config_of, config_values, scheme_in
 from ..weights.mtp_layouts import (
     EMBEDDING,
     EMBEDDING_NORM,
@@ -404,11 +404,8 @@ def model_of_layers(
         )
     except Exception as error:  # experts that do not fit each other
         stored_name = checkpoint.layout.stored_name
-        why = fault_of_experts({f"{checkpoint.prefix}{stored_name(key)}": each.shape for key, each in tensors.items()})
-        why = why or f"has an MTP layer that does not load ({in_a_line(error)})"
-        raise ValueError(
-            f"{NAME}: {checkpoint.folder} {why}, expected every tensor of the layer and no other"
-        ) from error
+        shapes = {f"{checkpoint.prefix}{stored_name(key)}": each.shape for key, each in tensors.items()}
+        raise does_not_load(f"{NAME}: {checkpoint.folder}", "layer", shapes, error) from error
     ours = {name: own for own, name in names.items()}
     missing = [in_module(key, ours) for key in sorted(info["missing_keys"])]
     unknown = [in_module(key, ours) for key in sorted(info["unexpected_keys"])]
@@ -423,7 +420,7 @@ def config_of_layers(config: Any, index: int, has_experts: bool) -> Any:
     layer has experts where the config does not.
     """
     config = deepcopy(config)
-    for key in ("quantization_config", "compression_config"):
+    for key in QUANTIZATION:
         vars(config).pop(key, None)
     each = getattr(config, "mtp_layer_types", None)
     types: list[str] = getattr(config, "mtp_layers_block_type", None) or [each[index] if each else "full_attention"]

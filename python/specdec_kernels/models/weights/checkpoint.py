@@ -213,6 +213,17 @@ def fault_of_experts(shapes: Mapping[str, Sequence[int]]) -> str | None:
     return f"lacks {some(missing)}" if missing else None
 
 
+def in_a_line(error: Exception) -> str:
+    """Return the kind and the text of an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def does_not_load(what: str, part: str, shapes: Mapping[str, Sequence[int]], error: Exception) -> ValueError:
+    """Return the error of a folder, `what`, whose tensors for a `part` have these shapes and fail in transformers."""
+    why = fault_of_experts(shapes) or f"has tensors that do not load ({in_a_line(error)})"
+    return ValueError(f"{what} {why}, expected every tensor of the {part} and no other")
+
+
 def load_tensors(folder: Path, wanted: Callable[[str], object] = ALL) -> dict[str, Tensor]:
     """Return the tensors with wanted names that transformers would load.
 

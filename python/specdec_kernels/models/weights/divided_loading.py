@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from .checkpoint import load_tensors, local_folder, some, tensor_names
 from .formats import Scheme
 from .kv_scales import SCALE_NAME
-from .model_config import keep_text_only, keeps_experts, text_config
+from .model_config import check_module, config_values, keep_text_only, keeps_experts, text_config
 from .mtp_layouts import LEFT_OUT, mtp_prefixes
 from .quantized_loading import STORED_BY, expert_of, load_quantized, own_names, replace_linears
 from .sharding import Division
@@ -51,8 +51,12 @@ def load_divided(
         ValueError: tensors that are missing, unknown or of another shape; what `Division` refuses.
     """
     what, folder = f"{name}: {source}", local_folder(source, name)
-    with parameters_on_meta():
-        model = kind._from_config(copy.deepcopy(config), dtype=dtype)
+    try:
+        with parameters_on_meta():
+            model = kind._from_config(copy.deepcopy(config), dtype=dtype)
+    except Exception:
+        check_module(config_values(source, name), what)
+        raise
     skeleton = Skeleton(model)
     keep_text_only(model)
     text = text_config(config)

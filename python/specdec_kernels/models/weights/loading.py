@@ -12,21 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # of an nn.MultiheadAttention: a plain one
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    GenerationConfig,
-)
+from transformers import GenerationConfig
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ..layers.moe import QuantizedExperts
 from ..layers.quantized import Fp8Weight, QuantizedLinear
 from .adapters import merge_adapter
-from .checkpoint import fault_of_experts, float8_tensors, local_folder, some, stored_tensors, tensor_names
+from .checkpoint import does_not_load, float8_tensors, local_folder, some, stored_tensors, tensor_names
 from .divided_loading import load_divided
 from .formats import Scheme
 from .kv_scales import SCALE_NAME
-from .model_config import config_values, in_a_line, is_mxfp4, scheme_in, whole_config
+from .model_config import (
+    auto_class,
+    check_module,
+    config_values,
+    drop_quantization,
+    is_mxfp4,
+    scheme_in,
+    whole_config,
+)
 from .mtp_layouts import LEFT_OUT, mtp_prefixes
 from .quantized_loading import STORED_BY, QuantizedLinearsConfig, known_as, load_quantized, of_any_expert
 from .sharding import DIVISION, Division
@@ -108,20 +112,6 @@ def make_ordinary(model: nn.Module) -> None:
                 setattr(module, name, made[parameter])
 
 
-def auto_class(config: Any, source: str | Path, name: str) -> Any:
-    """Return the class of transformers that loads models of a whole config.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in kind._model_mapping:
-            return kind
-    raise ValueError(
-        f"{name}: {source} has model_type {config.model_type!r}, expected a causal language model of transformers"
-    )
-
-
 def from_folder(
     source: str | Path,
     dtype: torch.dtype,
@@ -139,18 +129,16 @@ def from_folder(
         if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos or 0])):
             raise ValueError(f"{name}: {source} has eos_token_id {eos!r} in its generation config, expected token ids")
     config = whole_config(source, name)
-    kind = auto_class(config, source, name)
+    what = f"{name}: {source}"
+    kind = auto_class(config, what)
     values = config_values(source, name)
-    scheme = scheme_in(values, f"{name}: {source}")
+    scheme = scheme_in(values, what)
     num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
     mxfp4 = values["quantization_config"] if is_mxfp4(values) else None
-    for part in (config, config.get_text_config(decoder=True)):
-        for key in ("quantization_config", "compression_config"):
-            vars(part).pop(key, None)  # transformers would import the packages that quantized the weights
+    drop_quantization(config)
     if division is not None and not mxfp4:
-        return load_divided(
-            kind._model_mapping[type(config)], config, source, dtype, name, division, scheme, draft_prefixes
-        )
+        own_class = kind._model_mapping[type(config)]
+        return load_divided(own_class, config, source, dtype, name, division, scheme, draft_prefixes)
     own: dict[str, Any] = {}
     if mxfp4:
         config.quantization_config, own = mxfp4, {"quantization_config": Mxfp4Config(dequantize=True)}
@@ -173,14 +161,13 @@ def from_folder(
         raise
     except Exception as error:  # sizes that no module has; experts that do not fit each other
         stored = stored_tensors(Path(source)) if Path(source).is_dir() else {}
-        why = fault_of_experts({tensor: each.shape for tensor, each in stored.items()})
-        why = why or f"does not load ({in_a_line(error)})"
-        raise ValueError(f"{name}: {source} {why}, expected every tensor of the model and no other") from error
+        check_module(values, what)
+        raise does_not_load(what, "model", {tensor: each.shape for tensor, each in stored.items()}, error) from error
     draft_prefixes += mtp_prefixes(info["unexpected_keys"], num_layers)
     setattr(model, LEFT_OUT, draft_prefixes)
     known = known_as(theirs, model)
     if scheme is not None:
-        filled = load_quantized(model, folder, scheme, linears, theirs, f"{name}: {source}")
+        filled = load_quantized(model, folder, scheme, linears, theirs, what)
         setattr(model, STORED_BY, scheme)
     faults = []
     if missing := sorted(set(info["missing_keys"]) - filled):
@@ -193,11 +180,11 @@ def from_folder(
     for tensor, got, expected in sorted(info["mismatched_keys"])[:1]:
         faults.append(f"has {tensor} of shape {list(got)}, expected {list(expected)}")
     if faults:
-        raise ValueError(f"{name}: {source} {' and '.join(faults)}, expected every tensor of the model and no other")
+        raise ValueError(f"{what} {' and '.join(faults)}, expected every tensor of the model and no other")
     if scheme is not None:
-        check_scales(scheme, (float8_tensors(folder) & names) - theirs, f"{name}: {source}")
+        check_scales(scheme, (float8_tensors(folder) & names) - theirs, what)
     elif mxfp4 is None and Path(source).is_dir():
-        check_floats(Path(source), unexpected, f"{name}: {source}")
+        check_floats(Path(source), unexpected, what)
     return model
 
 

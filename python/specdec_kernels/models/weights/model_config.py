@@ -6,19 +6,23 @@ No code of a folder is run, and no weight is read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..layers.quantized import Fp8Weight
-from .checkpoint import LANGUAGE_MODEL, expect_kind
+from .checkpoint import LANGUAGE_MODEL, expect_kind, in_a_line
+from .config_entries import NUM_EXPERTS, check_entries, check_raw, config_class, fault_of_entry, made_of
 from .formats import Scheme, Unsupported, scheme_of
 
 # Model types whose families run FP8 experts, quantized activations included.
@@ -27,7 +31,6 @@ FP8_EXPERTS = (
     "glm4_moe_lite", "hunyuan_v1_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
     "qwen3_next", "qwen3_vl_moe_text", "step3p5",
 )  # fmt: skip
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # its names in configs
 
 # Multimodal types that pass text alone to the model of their `text_config`, and its states to a head. Others may do
 # more: mask or place tokens differently, look things up, have a head for each modality.
@@ -38,9 +41,7 @@ PLAIN_TEXT_DECODERS = (
     "video_llava", "vipllava",
 )  # fmt: skip
 
-# Entries that transformers may leave unchecked, of layers too, as published configs are translated.
-SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+QUANTIZATION = ("quantization_config", "compression_config")  # its names in configs
 
 # Names in configs of the tokens that images, audio and video replace.
 PLACEHOLDERS = tuple(f"{modality}_token_{end}" for end in ("index", "id") for modality in ("audio", "video", "image"))
@@ -69,51 +70,16 @@ def config_of(model: str | Path | nn.Module, name: str = "model") -> Any:
     return config
 
 
-def check_entries(config: Any, what: str) -> None:
-    """Raise ValueError for an entry that is read here, and whose value transformers does not check."""
-    if not isinstance(config.dtype, torch.dtype | None):
-        raise ValueError(f"{what} has dtype {config.dtype!r}, expected the name of a dtype of torch")
-    parts = [config]
-    if getattr(config, "is_heterogeneous", False):
-        parts = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
-    for part in parts:
-        for name in SIZES:
-            size = getattr(part, name, None)
-            if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 0):
-                raise ValueError(f"{what} has {name} {size!r}, expected an integer from 0 on")
-        for name in EPSILONS:
-            epsilon = getattr(part, name, None)
-            if epsilon is not None and not (isinstance(epsilon, int | float) and 0 < epsilon < inf):
-                raise ValueError(f"{what} has {name} {epsilon!r}, expected a finite number above 0")
-        angles = getattr(part, "rope_parameters", None) or {}
-        for values in (angles, *(each for each in angles.values() if isinstance(each, dict))):
-            share = values.get("partial_rotary_factor")
-            if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
-                raise ValueError(f"{what} has partial_rotary_factor {share!r}, expected a number above 0, at most 1")
-    check_groups(config, what)
-
-
-def check_groups(config: Any, what: str) -> None:
-    """Raise ValueError for groups of experts from which no row can select as DeepSeek-V2 and V3 do."""
-    experts, groups = getattr(config, "n_routed_experts", None), getattr(config, "n_group", None)
-    if not experts or not groups or getattr(config, "topk_method", None) == "greedy":  # without groups
-        return
-    if experts % groups:
-        raise ValueError(f"{what} has n_group {groups}, expected a divisor of n_routed_experts ({experts})")
-    taken, top_k = config.topk_group, config.num_experts_per_tok
-    if taken is None or not 1 <= taken <= groups:
-        raise ValueError(f"{what} has topk_group {taken}, expected 1 to n_group ({groups})")
-    most = taken * (experts // groups)
-    if not 1 <= top_k <= most:
-        raise ValueError(f"{what} has num_experts_per_tok {top_k}, expected 1 to {most} (topk_group {taken})")
-
-
 def config_values(source: str | Path, name: str) -> dict[str, Any]:
     """Return the entries in the config of a folder or hub id; raises as `whole_config`."""
-    with named_refusals(source, name):
+    try:
         values, _ = PretrainedConfig.get_config_dict(str(source))
         if not isinstance(values, dict):
             raise TypeError(f"it is a {type(values).__name__}")
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{name}: {source} has a config that transformers refuses ({in_a_line(error)})") from error
     return values
 
 
@@ -124,24 +90,51 @@ def whole_config(source: str | Path, name: str) -> Any:
         ValueError: an entry that transformers refuses.
         OSError: there is no config.
     """
-    with named_refusals(source, name):
-        return AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-
-
-@contextmanager
-def named_refusals(source: str | Path, name: str) -> Iterator[None]:
-    """Turn what transformers raises for a config, of several kinds, into a ValueError that names the source."""
+    values, what = config_values(source, name), f"{name}: {source}"
+    check_raw(values, what)
     try:
-        yield
+        return AutoConfig.from_pretrained(str(source), trust_remote_code=False)
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"{name}: {source} has a config that transformers refuses ({in_a_line(error)})") from error
+        raise ValueError(f"{what} {fault_of_entry(values, config_from, error)}") from error
 
 
-def in_a_line(error: Exception) -> str:
-    """Return the kind and the text of an error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def config_from(values: dict[str, Any]) -> Any:
+    """Return the config of transformers for the entries of a config.json."""
+    return config_class(values).from_dict(copy.deepcopy(values))
+
+
+def drop_quantization(config: Any) -> None:
+    """Delete what a config says of quantized weights; transformers would import the packages that quantized them."""
+    for part in (config, config.get_text_config(decoder=True)):
+        for key in QUANTIZATION:
+            vars(part).pop(key, None)
+
+
+def auto_class(config: Any, what: str) -> Any:
+    """Return the class of transformers that loads models of a whole config.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in kind._model_mapping:
+            return kind
+    raise ValueError(f"{what} has model_type {config.model_type!r}, expected a causal language model of transformers")
+
+
+def empty_module(config: Any, what: str, dtype: torch.dtype | None = None) -> Any:
+    """Return the module of a whole config without memory for its weights, none of them quantized."""
+    kind = auto_class(config, what)._model_mapping[type(config)]
+    drop_quantization(config)
+    with torch.device("meta"):
+        return kind._from_config(config, dtype=dtype)
+
+
+def check_module(values: dict[str, Any], what: str) -> None:
+    """Raise ValueError for an entry of a config.json with which transformers makes no module."""
+    made_of(values, lambda values: empty_module(config_from(values), what), what)
 
 
 def model_name(model: str | Path | nn.Module) -> str:
@@ -202,7 +195,7 @@ def scheme_in(values: dict[str, Any], what: str) -> Scheme | None:
     """
     text = values.get("text_config") or {}
     for config in (values, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
+        for key in QUANTIZATION:
             quantization = config.get(key)
             if not isinstance(quantization, dict | None):
                 raise ValueError(f"{what} has {key} {quantization!r}, expected an object")
