@@ -10,7 +10,8 @@ from typing import Any
 
 from ..arguments import CommandParser, at_least, integers, sized_words_of, words_of
 from ..optional_dependencies import require
-from .output import NO_CUDA, add_device, add_json, add_models, find_device, load, refuse, refuse_files, show
+from . import modules
+from .output import NO_CUDA, add_device, add_json, add_models, find_device, refuse, refuse_files, show
 
 COMMAND = "bench engines"
 ENGINES = ("ours", "sglang", "sglang_fa3", "sglang_plugin", "vllm", "vllm_plugin")
@@ -147,14 +148,14 @@ def run(args: argparse.Namespace) -> int:
     if (code := refuse_files(args, COMMAND)) is not None:
         return code
     try:
-        found = load("compare.engine_comparison").compare_engines(comparison_of(args, device), args.command_line)
+        found = modules.engine_comparison.compare_engines(comparison_of(args, device), args.command_line)
     except ValueError as error:
         return refuse(str(error), COMMAND)
     if found is None:
         return 2
     show(found)
     if args.json:
-        load("report.record").write_record(found, args.json)
+        modules.record.write_record(found, args.json)
     lines = found["results"]
     return 1 if any(line["error"] for line in lines) else 2 if any(line["skipped"] for line in lines) else 0
 
@@ -162,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
 def comparison_of(args: argparse.Namespace, device: Any) -> Any:
     """Return the comparison that the flags ask for."""
     names = ("shape", "layers", "acceptance", "drafter", "engines", "input", "output", "short", "repeats", "max_len")
-    return load("compare.engine_comparison").Comparison(
+    return modules.engine_comparison.Comparison(
         **{name: getattr(args, name) for name in names},
         algorithms=args.algorithm,
         batches=args.batch,

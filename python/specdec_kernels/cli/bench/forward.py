@@ -11,8 +11,9 @@ from ...synthetic.names import SHAPES
 from ..arguments import CommandParser, at_least
 from ..optional_dependencies import require
 from ..table import print_table
+from . import modules
 from .ops import WORDS
-from .output import NO_CUDA, find_device, load, refuse, refuse_files
+from .output import NO_CUDA, find_device, refuse, refuse_files
 
 COMMAND = "bench forward"
 ROWS = "1x1,4x1,1x6,16x1,1x32,64x1,16x6,64x6,16x32,64x32"
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return refuse(NO_CUDA.removeprefix("--device cuda "), COMMAND)
     if (code := refuse_files(args, COMMAND)) is not None:
         return code
-    measure = load("engine.forward").measure_forward
+    measure = modules.forward.measure_forward
     shape = args.shape if args.layers is None else f"{args.shape}:{args.layers}"
     results = measure(shape, args.weights, args.rows, args.prefix, args.kernels)
     columns = list(dict.fromkeys(name for result in results for name in result))

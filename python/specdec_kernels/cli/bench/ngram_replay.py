@@ -8,7 +8,8 @@ from pathlib import Path
 from ..arguments import CommandParser, at_least, integers
 from ..optional_dependencies import require
 from ..progress import progress
-from .output import add_json, load, refuse, refuse_files, show
+from . import modules
+from .output import add_json, refuse, refuse_files, show
 
 COMMAND = "bench ngram-replay"
 MIN_TOKENS = 32  # of a document
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
     if (code := refuse_files(args, COMMAND)) is not None:
         return code
-    replay, record = load("engine.ngram_replay"), load("report.record")
+    replay, record = modules.ngram_replay, modules.record
     try:
         documents = [d for d in replay.read_documents(args.file, args.suffix) if len(d) >= MIN_TOKENS]
     except OSError as error:

@@ -10,7 +10,8 @@ from ..arguments import CommandParser, add_flag, integers, words_of
 from ..optional_dependencies import require
 from ..progress import progress
 from ..table import print_table
-from .output import NO_CUDA, add_run_flags, compare, find_device, finish, load, refuse, refuse_files, show
+from . import modules
+from .output import NO_CUDA, add_run_flags, compare, find_device, finish, refuse, refuse_files, show
 
 if TYPE_CHECKING:
     from ..arguments import Subparsers
@@ -139,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     if not require("bench", "bench", ["torch", "rich"]):
         return 2
-    cases, overhead = load("ops.cases").CASES, load("ops.call_overhead")
+    cases, overhead = modules.cases.CASES, modules.call_overhead
     if not args.ops:
         if args.baseline:
             return refuse(f"--baseline {args.baseline} needs an op or a recorded run to compare")
@@ -175,12 +176,12 @@ def run(args: argparse.Namespace) -> int:
 def show_recorded(args: argparse.Namespace) -> int:
     """Print an earlier run, plot it and compare it."""
     try:
-        run_record = load("report.record").read_record(args.ops[0])
+        run_record = modules.record.read_record(args.ops[0])
     except (OSError, ValueError) as error:
         return refuse(str(error))
     show(run_record)
     if args.plot:
-        load("report.plot").plot(run_record, args.plot)
+        modules.plot.plot(run_record, args.plot)
     return compare(args, run_record)
 
 
@@ -213,14 +214,14 @@ def plan_of(
 
 def measure(args: argparse.Namespace, plan: list[tuple[Any, dict[str, Any]]], overhead: Any, device: Any) -> int:
     """Measure a plan and return the exit code."""
-    harness, params_text = load("ops.harness"), load("report.tables").params_text
+    harness, params_text = modules.harness, modules.tables.params_text
     results, ceilings = [], None
     with progress(len(plan) + 1) as advance:
         if plan:
-            ceilings = load("ops.ceilings").measure_ceilings(device, args.quick)
-        for case, params in plan:
-            advance(f"{case.op} {params_text(params)}")
-            results.append(harness.measure(case, params, device, ceilings, between_layers=args.between_layers))
+            ceilings = modules.ceilings.measure_ceilings(device, args.quick)
+            for case, params in plan:
+                advance(f"{case.op} {params_text(params)}")
+                results.append(harness.measure(case, params, device, ceilings, between_layers=args.between_layers))
         if overhead is not None:
             advance(overhead.NAME)
             results += overhead.measure_calls(device, args.quick)

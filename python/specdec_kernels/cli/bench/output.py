@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,10 @@ from ...synthetic.names import DOMAINS, DRAFTERS, SHAPES
 from ..arguments import at_least
 from ..optional_dependencies import require, unwritable
 from ..table import print_table
+from . import modules
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 NO_CUDA = "--device cuda needs a CUDA build of specdec_kernels and a GPU that torch can use"
-
-
-def load(module: str) -> Any:
-    """Import a module of `specdec_kernels.bench`."""
-    return import_module(f"specdec_kernels.bench.{module}")
 
 
 def add_device(parser: argparse._ActionsContainer) -> None:
@@ -74,7 +69,7 @@ def refuse_files(args: argparse.Namespace, command: str = "bench") -> int | None
             return refuse(f"--{flag} {file} {why}", command)
     if getattr(args, "baseline", None):
         try:
-            args.baseline_run = load("report.record").read_record(args.baseline)
+            args.baseline_run = modules.record.read_record(args.baseline)
         except (OSError, ValueError) as error:
             return refuse(f"--baseline {error}", command)
     if getattr(args, "plot", None):
@@ -99,15 +94,15 @@ def find_device(wanted: str | None) -> Any:
 
 def finish(args: argparse.Namespace, results: list[Any], device: Any, ceilings: Any, command: str = "bench") -> int:
     """Print, record, plot and compare what was measured; return the exit code."""
-    record = load("report.record")
+    record = modules.record
     run = record.record(results, device, ceilings, args.command_line)
     show(run)
     if args.json:
         record.write_record(run, args.json)
     if args.plot:
-        load("report.plot").plot(run, args.plot)
+        modules.plot.plot(run, args.plot)
     slower = compare(args, run, command)
-    params_text = load("report.tables").params_text
+    params_text = modules.tables.params_text
     wrong = [result for result in results if result.error]
     for result in wrong:
         print(f"wrong result, not timed: {result.op} {params_text(result.params)}: {result.error}", file=sys.stderr)
@@ -124,9 +119,9 @@ def compare(args: argparse.Namespace, run: dict[str, Any], command: str = "bench
     """
     if not args.baseline:
         return 0
-    tables = load("report.tables")
+    tables = modules.tables
     before = args.baseline_run
-    found = load("ops.baseline").changes(run, before)
+    found = modules.baseline.changes(run, before)
     if not found:
         return refuse(f"--baseline {args.baseline} has no size of this run, expected the same op and sizes", command)
     names = before["machine"]["name"], run["machine"]["name"]
@@ -155,7 +150,7 @@ def compare(args: argparse.Namespace, run: dict[str, Any], command: str = "bench
 
 def show(run: dict[str, Any]) -> None:
     """Print the tables of a record."""
-    tables = load("report.tables")
+    tables = modules.tables
     machine, package = run["machine"], run["specdec_kernels"]
     hardware = machine["name"] + (f", driver {machine['driver']}" if machine["driver"] else "")
     ours = package["version"] + (f" ({package['commit']})" if package["commit"] else "")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..arguments import CommandParser
 from ..optional_dependencies import require
-from .output import load
+from . import modules
 
 PACKAGES = ["torch", "matplotlib"]
 
@@ -31,5 +31,6 @@ def run(args: argparse.Namespace) -> int:
     name = args.benchmark
     if not require(f"bench {name}", "bench", PACKAGES):
         return 2
-    getattr(load(f"report.{name}"), f"write_{name}")(args.results, args.output)
+    write = {"report": modules.report.write_report, "headline": modules.headline.write_headline}[name]
+    write(args.results, args.output)
     return 0

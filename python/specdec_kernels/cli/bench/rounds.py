@@ -13,8 +13,9 @@ from ..optional_dependencies import require
 from ..progress import progress
 from ..speculative_flags import own_draft
 from ..tuning_flags import add_tuning, apply_tuning
+from . import modules
 from .ops import WORDS
-from .output import NO_CUDA, add_run_flags, find_device, finish, load, refuse, refuse_files
+from .output import NO_CUDA, add_run_flags, find_device, finish, refuse, refuse_files
 
 COMMAND = "bench round"
 SETTINGS = (
@@ -184,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         return refuse(str(error), COMMAND)
 
-    rounds = load("engine.round")
+    rounds = modules.round
     place = setups[0].place
     if place is not None and (len(setups) > 1 or not place.by_torchrun):
         expected = "one --algorithm and --acceptance" if len(setups) > 1 else f"torchrun --nproc-per-node {place.size}"
@@ -201,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
             )
     if place is not None and place.rank:
         return follow(setups[0], max(batches))
-    ceilings = load("ops.ceilings").measure_ceilings(device, args.quick)
+    ceilings = modules.ceilings.measure_ceilings(device, args.quick)
     results = []
     try:
         with progress(len(setups) * len(batches)) as advance:
@@ -216,7 +217,7 @@ def run(args: argparse.Namespace) -> int:
 def follow(setup: Any, max_batch: int) -> int:
     """Serve rank 0 until it has measured, which ends this process; return 2 if the engine refuses the setup."""
     try:
-        load("engine.round").Bench(setup, max_batch)
+        modules.round.Bench(setup, max_batch)
     except ValueError:  # rank 0 says so
         return 2
     return 0
@@ -231,7 +232,7 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
     from ...parallel.launch import place_of
     from ...synthetic.acceptance import EvenAcceptance, PublishedAcceptance
 
-    rounds = load("engine.round")
+    rounds = modules.round
     place = place_of(args.tp)
     if place is not None and place.by_torchrun and device.type == "cuda":
         torch.cuda.set_device(place.device(device, device))
@@ -305,4 +306,4 @@ def own_drafting(args: argparse.Namespace, name: str, shape: str) -> Any:
         ValueError, OSError: no such class, or options, a checkpoint or a shape that it does not take.
     """
     make, checkpoint = own_draft(args, name), args.speculative_draft_model_path
-    return load("engine.round").own_drafting(name, shape, draft_class(name), make, checkpoint)
+    return modules.round.own_drafting(name, shape, draft_class(name), make, checkpoint)

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..arguments import CommandParser, at_least, integers, sized_words_of
 from ..optional_dependencies import require
-from .output import NO_CUDA, add_device, add_json, add_models, find_device, load, refuse, refuse_files, show
+from . import modules
+from .output import NO_CUDA, add_device, add_json, add_models, find_device, refuse, refuse_files, show
 from .rounds import SETTINGS
 
 COMMAND = "bench server"
@@ -68,11 +69,9 @@ def run(args: argparse.Namespace) -> int:
         return refuse(NO_CUDA, COMMAND)
     if (code := refuse_files(args, COMMAND)) is not None:
         return code
-    record = load("report.record")
+    record = modules.record
     results: list[Any] = []
-    measured = load("server.server").measure_server(
-        setups_of(args, device), args.concurrency, args.json_clients, args.repeats
-    )
+    measured = modules.server.measure_server(setups_of(args, device), args.concurrency, args.json_clients, args.repeats)
     for result in measured:
         results.append(result)
         if args.json:  # what has been measured survives a later failure
@@ -90,7 +89,7 @@ def setups_of(args: argparse.Namespace, device: Any) -> list[Any]:
 
     from ...synthetic.acceptance import PublishedAcceptance
 
-    rounds = load("engine.round")
+    rounds = modules.round
     return [
         rounds.Setup(
             args.shape,
@@ -100,7 +99,7 @@ def setups_of(args: argparse.Namespace, device: Any) -> list[Any]:
             args.output,
             device,
             torch.bfloat16 if device.type == "cuda" else torch.float32,
-            max_len=args.input + args.output + load("server.server").SPARE_TOKENS,
+            max_len=args.input + args.output + modules.server.SPARE_TOKENS,
         )
         for name in args.algorithm
     ]
