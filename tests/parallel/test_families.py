@@ -22,7 +22,7 @@ from support.random_checkpoints import EXPERTS
 from support.thread_reduction import ThreadReduction
 
 REFUSED = (
-    "codegen", "falcon", "falcon groups", "falcon one norm", "falcon serial", "stablelm normed", "zamba2",
+    "falcon", "falcon groups", "falcon one norm", "falcon serial", "stablelm normed", "zamba2",
     "zamba2 adapters", "longcat_flash",
 )  # fmt: skip
 FEW_GROUPS = ("bamba", "falcon_h1 normed", "granitemoehybrid", "nemotron_h", "qwen3_")  # refused by four ranks
@@ -61,6 +61,7 @@ FEW = (
     "nemotron_h latent",
     "falcon_h1 normed first",
     "kimi_linear",
+    "codegen",
 )
 
 
@@ -125,7 +126,13 @@ def test_key_heads_that_differ_between_layers_are_refused_by_name() -> None:
     assert str(error.value) == "model: num_key_value_heads differs between layers, which is not divided among ranks"
 
 
-@pytest.mark.parametrize("case", REFUSED[:1] + REFUSED[5:7] + REFUSED[-1:])
+@pytest.mark.parametrize("case", REFUSED[:1] + REFUSED[4:6] + REFUSED[-1:])
 def test_families_that_are_not_divided_are_refused_by_name(case: str) -> None:
     with pytest.raises(ValueError, match="is not divided among ranks"):
         CausalLM(module_of(case), options(shard=Shard(0, 2), reduction=ThreadReduction(2)))
+
+
+def test_codegen_is_divided_by_the_machines_of_its_projection() -> None:
+    with pytest.raises(ValueError) as error:
+        CausalLM(module_of("codegen"), options(shard=Shard(0, 8), reduction=ThreadReduction(8)))
+    assert str(error.value) == "model: codegen is divided among ranks by its four machines, expected 2 or 4"
