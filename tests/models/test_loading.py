@@ -267,6 +267,10 @@ def test_integers_are_no_weights_of_a_folder_that_is_not_quantized(folder: Path,
             {"rope_parameters": {"rope_type": "x", "rope_theta": 1e4}},
             "has rope_parameters.rope_type 'x', expected a value that can be read (KeyError: 'x')",
         ),
+        (
+            {"rope_parameters": {"rope_type": "default", "mscale": 1e20}},
+            "has mscale 1e+20, expected a finite number below 2**63",
+        ),
         ({"hidden_act": "sillu"}, "has hidden_act 'sillu', expected a value that can be read (KeyError: 'sillu')"),
         (
             {"intermediate_size": -3},

@@ -101,6 +101,9 @@ def check_rope(angles: Any, what: str) -> None:
     for values in (angles, *(each for each in angles.values() if isinstance(each, dict))):
         for name in ROPE_POSITIVE:
             check_positive(name, values.get(name), what)
+        for name, value in values.items():
+            if isinstance(value, int | float) and not abs(value) < 2**63:
+                raise ValueError(f"{what} has {name} {value!r}, expected a finite number below 2**63")
         share = values.get("partial_rotary_factor")
         if share is not None and not (type(share) in (int, float) and 0 < share <= 1):
             raise ValueError(f"{what} has partial_rotary_factor {share!r}, expected a number above 0, at most 1")
