@@ -20,13 +20,13 @@ from ...models.heads.block_config import BlockConfig
 from ...models.heads.checkpoint import HeadCheckpoint
 from ...models.heads.loading import config_of_head, has_confidence, load_head
 from ...models.weights.checkpoint import local_folder
-from ...ops import Candidates, TopK, draft_extend_inputs, expand_trellis, make_calibration, sample_draft, select_topk
+from ...ops import Candidates, TopK, expand_trellis, make_calibration, sample_draft, select_topk
 from ..options import check_range
 from .base import DraftBudget
 from .calibrated import CalibratedDraft
 from .context import DraftContext, PrefillRows
 from .head import HasHead
-from .model import SEED_OF_ROUND, check_sampled, check_storage, storage_of
+from .model import SEED_OF_ROUND, check_sampled, check_storage, extend_rows, storage_of
 from .needs import AttentionCall, Needs
 from .proposal import Committed, DrawnFrom, Proposal, ScoredTree, makes_valid_trees, no_candidates
 
@@ -235,23 +235,7 @@ class BlockDraft(HasHead, CalibratedDraft):
     def extend(self, slots: Tensor, committed: Committed, proposal: Proposal, features: Tensor | None) -> None:
         assert features is not None
         self.learn(self._verified(committed) if self.sampled else committed)
-        lens = self.state.prefix_lens
-        extend = draft_extend_inputs(
-            committed.accepted.tokens,
-            committed.accepted.path,
-            committed.num_valid,
-            lens,
-            committed.num_nodes,
-            slots=slots,
-            cu_seqlens_q=committed.cu_seqlens,
-        )
-        rows = self.state.rows(
-            slots,
-            lens,
-            tail_len=extend.tokens.shape[1],
-            max_kv_len=committed.max_kv_len,
-            num_valid=committed.num_valid,
-        )
+        extend, rows = extend_rows(self.state, slots, committed)
         self.module.inject(features[extend.node_rows.flatten()], extend.positions, rows)
 
 

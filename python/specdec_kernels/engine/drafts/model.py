@@ -30,7 +30,7 @@ from ..options import check_range
 from .base import DraftBudget, DraftRequest
 from .calibrated import CalibratedDraft
 from .capabilities import Idleable, Migratable
-from .context import DraftContext
+from .context import DraftContext, DraftState
 from .needs import AttentionCall, Needs
 from .proposal import Committed, DrawnFrom, Proposal, makes_valid_trees, no_candidates
 
@@ -42,6 +42,34 @@ DEFAULT_NUM_NODES = 48  # of a tree
 QUANTIZED = "fp8", "fp8-head"  # values of `draft_weights`
 IN_8_BITS = "fp8_e4m3", torch.float8_e4m3fn  # values of `kv_dtype`
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
+
+
+def extend_rows(
+    state: DraftState, slots: Tensor, committed: Committed, position_offset: int = 0
+) -> tuple[DraftExtendInputs, PagedBatch]:
+    """Return the rows of a committed round in a draft, and the batch of their pass over the draft's KV.
+
+    `position_offset` is the number of KV rows that the draft has beyond those of the target.
+    """
+    lens = state.prefix_lens
+    extend = draft_extend_inputs(
+        committed.accepted.tokens,
+        committed.accepted.path,
+        committed.num_valid,
+        lens,
+        committed.num_nodes,
+        slots=slots,
+        cu_seqlens_q=committed.cu_seqlens,
+        position_offset=position_offset,
+    )
+    rows = state.rows(
+        slots,
+        lens + position_offset if position_offset else lens,
+        tail_len=extend.tokens.shape[1],
+        max_kv_len=committed.max_kv_len,
+        num_valid=committed.num_valid,
+    )
+    return extend, rows
 
 
 def check_storage(name: str, draft_weights: str | None, kv_dtype: str | torch.dtype | None) -> None:
@@ -310,24 +338,7 @@ class ModelDraft(CalibratedDraft, Idleable, Migratable):
             self._append_backlog(slots, committed, features)
             return
         self.learn(committed)
-        lens = self.state.prefix_lens
-        extend = draft_extend_inputs(
-            committed.accepted.tokens,
-            committed.accepted.path,
-            committed.num_valid,
-            lens,
-            committed.num_nodes,
-            slots=slots,
-            cu_seqlens_q=committed.cu_seqlens,
-            position_offset=self.position_offset,
-        )
-        rows = self.state.rows(
-            slots,
-            self._draft_lens(lens),
-            tail_len=extend.tokens.shape[1],
-            max_kv_len=committed.max_kv_len,
-            num_valid=committed.num_valid,
-        )
+        extend, rows = extend_rows(self.state, slots, committed, self.position_offset)
         # Features are gathered before anything is computed: S rows instead of N. Padded rows repeat a real one, and
         # write nowhere.
         self.run_committed(extend, None if features is None else features[extend.node_rows.flatten()], rows)

@@ -187,6 +187,7 @@ class DraftHead(nn.Module):
     has_own_width: ClassVar[bool] = False  # whether its layers may have another width than the target's
     prefix = ""
     storage = HeadStorage()
+    passes_normed_state = False  # whether the feature of a token that it drafted is its output after the final norm
     scratch_rows = 0  # rows after a text that a round writes and drops
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -429,7 +430,7 @@ class DraftHead(nn.Module):
             only: [R], the rows among B * Q that have an output; the KV of all is written. None: all.
             depth: the rows' depth below the roots of their trees; committed rows have 0.
         """
-        raise NotImplementedError
+        return self.leave(*self.pass_layers(*self.enter(tokens, features, positions), positions, batch, only))
 
     def enter(self, tokens: Tensor, features: Features, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of the first layer [B * Q, ...], normalized if it has an input norm, and the residual."""
@@ -460,6 +461,11 @@ class DraftHead(nn.Module):
             x, residual = layer(normed, state, positions, batch, only=only if index == last else None)
         return x, residual
 
+    def leave(self, x: LayerOutput, residual: Tensor | None) -> HeadOutput:
+        """Return the output of the last layer after the final norm."""
+        normed, hidden = self._parts.norm.add_norm(x, residual)
+        return HeadOutput(normed if self.passes_normed_state else hidden, normed)
+
     def step(
         self, depth: int, tokens: Tensor, positions: Tensor, features: Features, rows: PagedBatch
     ) -> tuple[Tensor, Tensor]:
@@ -469,11 +475,9 @@ class DraftHead(nn.Module):
 
     def logits(self, normed: Tensor) -> Any:
         """Return [..., Vd] for [..., H], or `DividedLogits`, as `divide_logits` says."""
-        raise NotImplementedError
+        head: Linear | LMHead = self._parts.head
+        return head.divided(normed) if self._divides_logits else head(normed)
 
     def divide_logits(self) -> None:
         """Let `logits` be this rank's columns if the target's LM head, which it shares, is divided among ranks."""
         self._divides_logits = True
-
-    def _logits_by(self, head: Linear | LMHead, normed: Tensor) -> Any:
-        return head.divided(normed) if self._divides_logits else head(normed)

@@ -8,7 +8,7 @@ The feature is the target's state after its final norm. The output predicts toke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..layers.decoder_layer import Layer
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear, linear_of
 from ..layers.norm import add_residual
-from ..layers.paged_batch import PagedBatch
+from ..layers.outputs import LayerOutput
 from ..weights.checkpoint import EAGLE
 from .base import DraftHead, Features, HeadLayer, HeadOutput, Parts
 
@@ -83,19 +83,6 @@ class EagleHead(DraftHead):
         norm = self._parts.layers[0].input_norm
         return state if norm is None else norm(state), state
 
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Features,
-        positions: Tensor,
-        batch: PagedBatch,
-        only: Tensor | None = None,
-        *,
-        depth: int = 0,
-    ) -> HeadOutput:
-        x, rest = self.pass_layers(*self.enter(tokens, features, positions), positions, batch, only)
-        hidden = add_residual(x, rest, None)
+    def leave(self, x: LayerOutput, residual: Tensor | None) -> HeadOutput:
+        hidden = add_residual(x, residual, None)
         return HeadOutput(hidden, hidden)  # it predicts the target's normed state
-
-    def logits(self, normed: Tensor) -> Any:
-        return self._logits_by(self._parts.head, normed)

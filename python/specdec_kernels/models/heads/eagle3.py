@@ -19,9 +19,8 @@ from ...ops import rms_norm_concat
 from ..layers.decoder_layer import Layer
 from ..layers.linear import Linear, linear_of
 from ..layers.norm import RMSNorm, rms_norm_of
-from ..layers.paged_batch import PagedBatch
 from ..weights.checkpoint import EAGLE3
-from .base import DraftHead, Features, HeadLayer, HeadOutput, Parts
+from .base import DraftHead, Features, HeadLayer, Parts
 
 # Entries of a head's config, or of the `eagle_config` in it, and the values that are supported.
 COMPUTED = {
@@ -99,7 +98,7 @@ class Eagle3Head(DraftHead):
         super().__init__(config)
         parts, hidden, eps = parts or Parts(), config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = bool(option(config, "norm_before_residual"))
-        self.norm_output = bool(option(config, "norm_output"))
+        self.passes_normed_state = bool(option(config, "norm_output"))
         width = option(config, "target_hidden_size", None) or hidden
         self.input_norm = LlamaRMSNorm(num_features * width, eps=eps) if option(config, "norm_before_fc") else None
         each = num_features if option(config, "fc_norm") else 0
@@ -166,20 +165,3 @@ class Eagle3Head(DraftHead):
         if self.norm_before_residual:
             state = pairs[:, self.config.hidden_size :].contiguous()
         return pairs, state
-
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Features,
-        positions: Tensor,
-        batch: PagedBatch,
-        only: Tensor | None = None,
-        *,
-        depth: int = 0,
-    ) -> HeadOutput:
-        x, residual = self.pass_layers(*self.enter(tokens, features, positions), positions, batch, only)
-        normed, hidden = self._parts.norm.add_norm(x, residual)
-        return HeadOutput(normed if self.norm_output else hidden, normed)
-
-    def logits(self, normed: Tensor) -> Any:
-        return self._logits_by(self._parts.head, normed)

@@ -24,7 +24,6 @@ from ..layers.decoder_layer import Layer
 from ..layers.embedding import LMHead
 from ..layers.linear import Linear, linear_of
 from ..layers.norm import Norm, RMSNorm
-from ..layers.paged_batch import PagedBatch
 from ..layers.quantized import Fp8Weight
 from ..weights.checkpoint import does_not_load, load_tensors, local_folder, some, tensor_names
 from ..weights.formats import fitting_weight
@@ -42,7 +41,7 @@ from ..weights.mtp_layouts import (
     find_layout,
 )
 from ..weights.update import Skeleton, Update, expect_floats, expect_tensors, updates_of
-from .base import DraftHead, Features, HeadOutput
+from .base import DraftHead, Features
 
 NAME = "MTP head"
 # Model types in a known layout whose MTP layer differs from what `config_of_layers` describes.
@@ -159,7 +158,7 @@ class MtpHead(DraftHead):
     def __init__(self, lm: Any, layout: MtpLayout, prefix: str) -> None:
         config = lm.config
         super().__init__(config)
-        self.layout, self.prefix = layout, prefix
+        self.layout, self.prefix, self.passes_normed_state = layout, prefix, layout.passes_normed_state
         self.lm = lm
         norm = lm.get_submodule(module_names(lm)[FINAL_NORM])
         self.embedding_norm, self.state_norm = (deepcopy(norm).to("meta") for _ in range(2))
@@ -243,23 +242,6 @@ class MtpHead(DraftHead):
         if self.layout.zeroes_first_embedding:  # the norm of zeros is zeros
             embedded.masked_fill_((positions.flatten() == 0)[:, None], 0)
         return parts.layers[0].enter(parts.fc(pairs), None)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        features: Features,
-        positions: Tensor,
-        batch: PagedBatch,
-        only: Tensor | None = None,
-        *,
-        depth: int = 0,
-    ) -> HeadOutput:
-        x, residual = self.pass_layers(*self.enter(tokens, features, positions), positions, batch, only)
-        normed, hidden = self._parts.norm.add_norm(x, residual)
-        return HeadOutput(normed if self.layout.passes_normed_state else hidden, normed)
-
-    def logits(self, normed: Tensor) -> Any:
-        return self._logits_by(self._parts.head, normed)
 
 
 def load_mtp_head(source: MtpCheckpoint | MtpHead, target: LanguageModel, *, num_pages: int, page_size: int) -> MtpHead:
