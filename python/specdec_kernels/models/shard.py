@@ -7,6 +7,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+from .layer_configs import layer_configs
+
 # Counts of heads in configs. Several heads share one of the second kind; ranks may be more than these.
 QUERY_HEADS = "num_attention_heads"
 DIVIDED = (
@@ -93,10 +95,8 @@ class Shard:
 
 
 def query_heads(config: Any) -> list[int]:
-    """Return the query heads of each layer, or of all layers if they have as many."""
-    if QUERY_HEADS in (getattr(config, "per_layer_attributes", None) or ()):
-        return [each.num_attention_heads for each in config.per_layer_config]
-    return [config.num_attention_heads]
+    """Return the query heads of each layer, or of all layers if none has entries of its own."""
+    return [layer.num_attention_heads for layer in layer_configs(config)]
 
 
 WHOLE = Shard()

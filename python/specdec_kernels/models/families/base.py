@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from ...plans import HEAD_DIMS
+from ..layer_configs import layer_configs
 from ..layers.decoder_layer import Layer
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head_layout import pool_dim
@@ -17,11 +18,8 @@ from ..state_cache import StateSpec
 
 def largest(config: Any, name: str) -> int | None:
     """Return a value of the config; where it differs between layers, the largest."""
-    if getattr(config, "is_heterogeneous", False):
-        each = [getattr(config.per_layer_config[layer], name, None) for layer in range(config.num_hidden_layers)]
-        return max((value for value in each if value is not None), default=None)
-    value: int | None = getattr(config, name, None)
-    return value
+    each = (getattr(layer, name, None) for layer in layer_configs(config))
+    return max((value for value in each if value is not None), default=None)
 
 
 def head_dim_of(config: Any) -> int:

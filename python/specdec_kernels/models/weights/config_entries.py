@@ -17,6 +17,7 @@ import torch
 from huggingface_hub.dataclasses import type_validator
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ..layer_configs import layer_configs
 from .checkpoint import in_a_line
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # its names in configs
@@ -63,10 +64,7 @@ def check_entries(config: Any, what: str) -> None:
     """Raise ValueError for an entry of a text config that is read here, and whose value transformers does not check."""
     if not isinstance(config.dtype, torch.dtype | None):
         raise ValueError(f"{what} has dtype {config.dtype!r}, expected the name of a dtype of torch")
-    parts = [config]
-    if getattr(config, "is_heterogeneous", False):
-        parts = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
-    for part in parts:
+    for part in layer_configs(config):
         for name, limits in SIZES.items():
             check_size(name, getattr(part, name, None), limits, what)
         for entry in fields(part):
