@@ -35,7 +35,8 @@ def server() -> Iterator[Running]:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_client_passes_its_session(server: Running, name: str) -> None:
     package, texts = SCRIPTS[name]
-    if subprocess.run([PYTHON, "-c", f"import {package}"], capture_output=True).returncode != 0:
+    there = f"import sys, importlib.util; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    if subprocess.run([PYTHON, "-c", there], capture_output=True).returncode != 0:
         pytest.skip(f"{package} is not installed for {PYTHON}")
     command = [PYTHON, str(Path(client_sessions.__file__)), name, f"http://127.0.0.1:{server.port}/v1"]
     environment = {**os.environ, "OPENAI_API_KEY": "any", "PYTHONPATH": ""}
