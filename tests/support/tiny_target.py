@@ -1,19 +1,15 @@
-"""Steps that every engine of the packaged tiny target repeats, done once in a process: its files do not change."""
+"""A step that every engine of the packaged tiny target repeats, done once in a process: its files do not change."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from specdec_kernels.engine.text import prompts
 from specdec_kernels.models.backends import native
 from specdec_kernels.models.backends.native import CausalLM
 from specdec_kernels.tiny import tiny_model
@@ -22,15 +18,14 @@ TARGET = str(tiny_model("target"))
 
 
 @contextmanager
-def opened_once() -> Iterator[None]:
-    """Read the target's tokenizer once, and check its layers against its module once for each dtype and device.
+def checked_once() -> Iterator[None]:
+    """Check the target's layers against its module once for each dtype and device.
 
-    Modules, adapters and other folders are read and checked every time.
+    Modules, adapters and other folders are checked every time.
     """
     load_causal_lm, check_against_module = native.load_causal_lm, native.check_against_module
     of_files: WeakSet[torch.nn.Module] = WeakSet()
     checked: set[tuple[torch.dtype, torch.device]] = set()
-    read = functools.cache(AutoTokenizer.from_pretrained)
 
     def load(model: Any, dtype: Any, name: str, packages: Any, adapter: Any = None, **options: Any) -> Any:
         module = load_causal_lm(model, dtype, name, packages, adapter, **options)
@@ -45,11 +40,7 @@ def opened_once() -> Iterator[None]:
         if lm.model in of_files:
             checked.add(kind)
 
-    def read_tokenizer(source: str, **options: Any) -> Any:
-        return read(source, **options) if source == TARGET else AutoTokenizer.from_pretrained(source, **options)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "load_causal_lm", load)
         patch.setattr(native, "check_against_module", check)
-        patch.setattr(prompts, "AutoTokenizer", SimpleNamespace(from_pretrained=read_tokenizer))
         yield
