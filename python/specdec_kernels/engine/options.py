@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -195,7 +196,9 @@ class EngineOptions:
         for name, hint in get_type_hints(type(self)).items():
             if hint is not Any:
                 check_kind(f"Engine: {name}", getattr(self, name), hint)
-        if not (isinstance(self.tokenizer, str | Path | None) or hasattr(self.tokenizer, "decode")):
+            check_name(f"Engine: {name}", getattr(self, name))
+        is_one = hasattr(self.tokenizer, "decode") and not isinstance(self.tokenizer, bytes | bytearray)
+        if not (isinstance(self.tokenizer, str | Path | None) or is_one):
             kind = type(self.tokenizer).__name__
             raise ValueError(f"Engine: tokenizer is a {kind}, expected one of transformers, a path or a hub id")
 
@@ -238,6 +241,19 @@ def check_kind(what: str, value: Any, hint: Any) -> None:
     if not isinstance(value, abstract) or (isinstance(value, bool) and bool not in kinds):
         words = ", ".join(WORDS[kind] for kind in kinds)
         raise ValueError(f"{what} is {value!r}, expected {' or '.join(words.rsplit(', ', 1))}")
+    if int in kinds and value is not None and not -(2**31) <= value < 2**31:
+        raise ValueError(f"{what} is {value}, expected an integer of 32 bits")
+
+
+def check_name(what: str, value: Any) -> None:
+    """Raise ValueError for a path or hub id, in errors `what`, that no file can have: other values are no concern."""
+    if isinstance(value, str | Path):
+        try:
+            is_name = b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:
+            is_name = False
+        if not is_name:
+            raise ValueError(f"{what} is {str(value)!r}, expected a name that a file can have")
 
 
 def check_at_least(low: int, **arguments: int) -> None:
