@@ -289,6 +289,19 @@ def test_grammar_text_cut_by_max_new_tokens(device: torch.device) -> None:
     assert output.finish_reason == FinishReason.LENGTH and output.tokens == wanted()[0][:4]
 
 
+@pytest.mark.parametrize("constraint", [{"regex": "[a-z]{5}"}, {"grammar": "root ::= [a-z] [a-z] [a-z]"}])
+def test_stop_tokens_beyond_the_vocabulary_never_come(constraint: dict[str, Any]) -> None:
+    with make_engine("none") as engine:
+        stops, vocab = [tokenizer().eos_token_id], reference_model().config.vocab_size
+        texts = [
+            engine.generate(prompts()[:1], SamplingParams(12, stop_token_ids=each, **constraint))[0].tokens
+            for each in (stops, [*stops, vocab, 10**9])
+        ]
+        with pytest.raises(ValueError, match="is given, expected a stop token with it, which ends the text"):
+            engine.generate(prompts()[:1], SamplingParams(12, stop_token_ids=[10**9], **constraint))
+    assert texts[0] == texts[1] and texts[0][-1] == stops[0]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

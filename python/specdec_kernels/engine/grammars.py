@@ -302,6 +302,7 @@ class Grammars:
             ValueError: as `compiled`; no stop token; no token of the vocabulary begins a text.
         """
         kind, _ = sampling.constraint
+        stop_tokens = [token for token in stop_tokens if token < self._vocab_size]
         if not stop_tokens:
             raise ValueError(f"SamplingParams: {kind} is given, expected a stop token with it, which ends the text")
         new_matcher = self._new_matcher(sampling, stop_tokens)
