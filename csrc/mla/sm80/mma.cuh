@@ -11,6 +11,7 @@
 #pragma once
 
 #include "attention/common/merge.cuh"
+#include "core/copy_async.cuh"
 #include "core/fragments.cuh"
 #include "core/mma.cuh"
 #include "mla/dequantize.cuh"
@@ -18,16 +19,6 @@
 #include "mla/work_item.cuh"
 
 namespace specdec::mla {
-
-// Where 16-byte piece `piece` of row `row` begins in a tile of rows of kMaxWidth 16-bit elements, in bytes. The swizzle
-// makes pieces of eight adjacent rows lie in different banks.
-__device__ __forceinline__ int tile_offset(int row, int piece) {
-  return row * static_cast<int>(kMaxWidth) * 2 + ((piece ^ (row & 7)) << 4);
-}
-
-__device__ __forceinline__ const void* piece_at(const void* base, int offset) {
-  return static_cast<const char*>(base) + offset;
-}
 
 // The splits of an item's KV: split s covers KV rows [begin(s), end(s)).
 struct Splits {
@@ -70,20 +61,30 @@ class MlaMma {
   static constexpr int kBlocksPerSm = kRows == 64 ? 1 : 2;
   static constexpr int kRowGroups = kRows / 16, kParts = kWarps / kRowGroups;
   static constexpr int kMyTokens = kTokens / kParts, kMyColumns = static_cast<int>(kMaxLatent) / kParts;
-  static constexpr int kWeightStride = kTokens + 8;  // elements; rows of weights in different banks
+  // Rows in shared memory are 16 bytes longer than latent rows and weights are, which keeps the banks of adjacent rows
+  // apart without a swizzle: addresses in unrolled loops are a base plus a constant.
+  static constexpr int kStride = static_cast<int>(kMaxWidth) * 2 + 16;  // bytes
+  static constexpr int kWeightStride = kTokens + 8;                     // elements
+  static constexpr int kMaxPieces = static_cast<int>(kMaxWidth) * 2 / 16;
   static constexpr int kRawBytes = std::is_same_v<Row, Row656> ? Row656::kBytes : static_cast<int>(kMaxWidth);
   static constexpr float kRescaleThreshold = 8;  // weights up to 2^8 are harmless
   static_assert(kMyTokens % 8 == 0 && kMyColumns % 16 == 0);
 
   struct Shared {
-    alignas(128) T q[kRows * kMaxWidth];
-    alignas(128) T tiles[kStages][kTokens * kMaxWidth];
-    alignas(128) unsigned char raw[kDequantize ? kTokens * kRawBytes : 16];
-    alignas(128) T weights[kRows * kWeightStride];
-    float exchange[kParts][kRows];  // row maxima of a tile; at the end sums of weights
-    const char* rows[2][kTokens];   // of this and the next tile; null: not present
+    alignas(128) unsigned char q[kRows * kStride];
+    alignas(128) unsigned char tiles[kStages][kTokens * kStride];
+    alignas(16) unsigned char raw[kDequantize ? kTokens * kRawBytes : 16];
+    alignas(16) T weights[kRows * kWeightStride];
+    const char* rows[2][kTokens];  // of this and the next tile; null: not present
     uint32_t present[2];
     bool is_last;
+
+    // Return what the warps of a row group exchange about a row, in the 16 bytes after its weights: its maxima in a
+    // tile; at the end sums of weights.
+    __device__ float (&exchange(int row))[4] {
+      static_assert(kParts <= 4);
+      return *reinterpret_cast<float (*)[4]>(weights + row * kWeightStride + kTokens);
+    }
   };
 
   __device__ static void run(Shared& s, const MlaTreeAttentionParams& p, const cutlass::FastDivmod& page_size) {
@@ -104,17 +105,25 @@ class MlaMma {
   }
 
  private:
+  // Start to copy the queries, with zeros for rows that do not attend.
   __device__ static void load_queries(Shared& s, const MlaTreeAttentionParams& p, const WorkItem& item) {
     const Request& r = item.request;
-    const int pieces = static_cast<int>(p.width) / 8, heads = static_cast<int>(p.q_heads);
+    const int heads = static_cast<int>(p.q_heads);
     for (int n = threadIdx.x / kWarp; n < kRows; n += kWarps) {
       const int i = (item.begin + n) / heads, h = (item.begin + n) % heads;
-      const T* from = static_cast<const T*>(p.q) + r.q_start + i * p.q_strides.row + h * p.q_strides.head;
-      for (int c = threadIdx.x % kWarp; c < pieces; c += kWarp) {
-        const uint4 x = n < item.valid ? *reinterpret_cast<const uint4*>(from + 8 * c) : uint4{};
-        *reinterpret_cast<uint4*>(reinterpret_cast<char*>(s.q) + tile_offset(n, c)) = x;
-      }
+      const bool valid = n < item.valid;
+      const T* const from =
+          static_cast<const T*>(p.q) + (valid ? r.q_start + i * p.q_strides.row + h * p.q_strides.head : 0);
+      copy_row(s.q + n * kStride, reinterpret_cast<const char*>(from), static_cast<int>(p.width) / 8, valid);
     }
+  }
+
+  // Start to copy a row of 16-byte pieces, or to write zeros; called by one warp.
+  __device__ __forceinline__ static void copy_row(unsigned char* to, const char* from, int pieces, bool copies) {
+    const int lane = threadIdx.x % kWarp;
+#pragma unroll
+    for (int c = 0; c < kMaxPieces; c += kWarp)
+      if (c + lane < pieces) copy_async_or_zeros(to + 16 * (c + lane), from + 16 * (c + lane), copies);
   }
 
   // Return where the partial result of a split of this block's row tile begins.
@@ -189,7 +198,7 @@ class MlaMma {
     // Attend from all rows to KV rows [begin, end). Tiles begin at multiples of kTokens.
     __device__ __forceinline__ void attend(int begin, int end) {
       const int origin = begin / kTokens * kTokens;
-      __syncthreads();  // queries are loaded; a split before this one has been written
+      __syncthreads();  // a split before this one has been written
       if (threadIdx.x < kWarp) {
         look_up(0, origin, begin, end);
         if (origin + kTokens < end) look_up(1, origin + kTokens, begin, end);
@@ -206,7 +215,7 @@ class MlaMma {
           __syncthreads();
         }
         if (first + kTokens < end) copy_tile(buffer ^ 1, buffer ^ 1);
-        const T* tile = s.tiles[kDequantize ? 0 : buffer];
+        const unsigned char* const tile = s.tiles[kDequantize ? 0 : buffer];
         float scores[kMyTokens / 8][4];
         multiply_qk(tile, scores);
         mask(first, buffer, scores);
@@ -243,20 +252,11 @@ class MlaMma {
       const int pieces = std::is_same_v<Row, Row656> ? Row656::kBytes / 16
                          : kDequantize               ? static_cast<int>(p.width) / 16
                                                      : static_cast<int>(p.width) / 8;
-#pragma unroll 1
+#pragma unroll 4
       for (int j = threadIdx.x / kWarp; j < kTokens; j += kWarps) {
-        const char* from = s.rows[buffer][j];
-        const int bytes = from == nullptr ? 0 : 16;
-        if (from == nullptr) from = p.kv_pool;
-#pragma unroll
-        for (int c = lane; c < pieces; c += kWarp) {
-          const char* to = kDequantize ? reinterpret_cast<const char*>(s.raw) + j * kRawBytes + 16 * c
-                                       : reinterpret_cast<const char*>(s.tiles[stage]) + tile_offset(j, c);
-          asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
-                           static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-                       "l"(from + (bytes == 0 ? 0 : 16 * c)), "r"(bytes)
-                       : "memory");
-        }
+        const char* const from = s.rows[buffer][j];
+        unsigned char* const to = kDequantize ? s.raw + j * kRawBytes : s.tiles[stage] + j * kStride;
+        copy_row(to, from == nullptr ? p.kv_pool : from, pieces, from != nullptr);
       }
     }
 
@@ -266,47 +266,60 @@ class MlaMma {
       const int pieces = k656 ? Row656::kLatent / 16 : static_cast<int>(p.width) / 16;
       for (int j = threadIdx.x / kWarp; j < kTokens; j += kWarps) {
         const unsigned char* raw = s.raw + j * kRawBytes;
-        char* tile = reinterpret_cast<char*>(s.tiles[0]);
+        unsigned char* const to = s.tiles[0] + j * kStride;
         for (int c = lane; c < pieces; c += kWarp) {
           const uint4 x = *reinterpret_cast<const uint4*>(raw + 16 * c);
           float factor = 1;
           if constexpr (k656) factor = reinterpret_cast<const float*>(raw + Row656::kScales)[c * 16 / Row656::kGroup];
           uint4 y[2];
           specdec::mla::dequantize<T>(x, factor, y);
-          *reinterpret_cast<uint4*>(tile + tile_offset(j, 2 * c)) = y[0];
-          *reinterpret_cast<uint4*>(tile + tile_offset(j, 2 * c + 1)) = y[1];
+          *reinterpret_cast<uint4*>(to + 32 * c) = y[0];
+          *reinterpret_cast<uint4*>(to + 32 * c + 16) = y[1];
         }
         if constexpr (k656)
           if (lane < Row656::kRope / 8)
-            *reinterpret_cast<uint4*>(tile + tile_offset(j, Row656::kLatent / 8 + lane)) =
+            *reinterpret_cast<uint4*>(to + Row656::kLatent * 2 + 16 * lane) =
                 *reinterpret_cast<const uint4*>(raw + Row656::kRopeBytes + 16 * lane);
       }
     }
 
     // Multiply this row group's queries by this warp's tokens.
-    __device__ __forceinline__ void multiply_qk(const T* tile, float (&scores)[kMyTokens / 8][4]) {
-#pragma unroll
-      for (auto& x : scores) x[0] = x[1] = x[2] = x[3] = 0;
+    __device__ __forceinline__ void multiply_qk(const unsigned char* tile, float (&scores)[kMyTokens / 8][4]) {
+      constexpr int kAtOnce = 4, kChains = kMyTokens == 8 ? 2 : 1;  // chains: sums that do not wait for each other
+      float sums[kChains][kMyTokens / 8][4] = {};
       const int steps = static_cast<int>(p.width) / 16;
-      const int q_row = group * 16 + lane % 16, q_piece = lane / 16;
+      const unsigned char* const queries = s.q + (group * 16 + lane % 16) * kStride + lane / 16 * 16;
       const int token = part * kMyTokens + (kMyTokens == 8 ? lane % 8 : lane / 16 * 8 + lane % 8);
-      const int k_piece = lane / 8 % 2;
-#pragma unroll 4
-      for (int k = 0; k < steps; ++k) {
-        uint32_t a[4];
-        load_matrices(a, piece_at(s.q, tile_offset(q_row, 2 * k + q_piece)));
-        if constexpr (kMyTokens == 8) {
-          uint32_t b[2];
-          load_matrices(b, piece_at(tile, tile_offset(token, 2 * k + k_piece)));
-          specdec::mma<T>(scores[0], a, b[0], b[1]);
-        } else {
-          static_assert(kMyTokens <= 16);
-          uint32_t b[4];
-          load_matrices(b, piece_at(tile, tile_offset(token, 2 * k + k_piece)));
-          specdec::mma<T>(scores[0], a, b[0], b[1]);
-          specdec::mma<T>(scores[1], a, b[2], b[3]);
+      const unsigned char* const keys = tile + token * kStride + lane / 8 % 2 * 16;
+#pragma unroll 1
+      for (int first = 0; first < steps; first += kAtOnce) {
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          if (first + n >= steps) break;
+          const int at = 32 * first + 32 * n;
+          auto& sum = sums[n % kChains];
+          uint32_t a[4];
+          load_matrices(a, queries + at);
+          if constexpr (kMyTokens == 8) {
+            uint32_t b[2];
+            load_matrices(b, keys + at);
+            specdec::mma<T>(sum[0], a, b[0], b[1]);
+          } else {
+            static_assert(kMyTokens <= 16);
+            uint32_t b[4];
+            load_matrices(b, keys + at);
+            specdec::mma<T>(sum[0], a, b[0], b[1]);
+            specdec::mma<T>(sum[1], a, b[2], b[3]);
+          }
         }
       }
+#pragma unroll
+      for (int n = 0; n < kMyTokens / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          scores[n][e] = sums[0][n][e];
+          if (kChains > 1) scores[n][e] += sums[kChains - 1][n][e];
+        }
     }
 
     // Scale this lane's scores to log2 units, and set those of tokens that its rows do not see to -inf.
@@ -336,7 +349,7 @@ class MlaMma {
       for (int h = 0; h < 2; ++h) {
         most[h] = fmaxf(most[h], __shfl_xor_sync(kFullMask, most[h], 1));
         most[h] = fmaxf(most[h], __shfl_xor_sync(kFullMask, most[h], 2));
-        if (lane % 4 == 0) s.exchange[part][row + 8 * h] = most[h];
+        if (lane % 4 == 0) s.exchange(row + 8 * h)[part] = most[h];
       }
     }
 
@@ -345,9 +358,10 @@ class MlaMma {
       float factor[2] = {1, 1};
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float most = s.exchange[0][row + 8 * h];
+        const auto& maxima = s.exchange(row + 8 * h);
+        float most = maxima[0];
 #pragma unroll
-        for (int other = 1; other < kParts; ++other) most = fmaxf(most, s.exchange[other][row + 8 * h]);
+        for (int other = 1; other < kParts; ++other) most = fmaxf(most, maxima[other]);
         if (most > max[h] + kRescaleThreshold) {
           factor[h] = attention::exp2_fast(max[h] - most);
           max[h] = most;
@@ -373,19 +387,19 @@ class MlaMma {
     }
 
     // Add weights x latent rows to this warp's columns.
-    __device__ __forceinline__ void multiply_pv(const T* tile) {
+    __device__ __forceinline__ void multiply_pv(const unsigned char* tile) {
       const int first_column = part * kMyColumns, latent = static_cast<int>(p.latent_dim);
-      const int token = lane / 8 % 2 * 8 + lane % 8, piece = first_column / 8 + lane / 16;
+      const T* const weights = s.weights + (group * 16 + lane % 16) * kWeightStride + lane / 16 * 8;
+      const unsigned char* const values = tile + lane % 16 * kStride + first_column * 2 + lane / 16 * 16;
 #pragma unroll
       for (int k = 0; k < kTokens / 16; ++k) {
         uint32_t a[4];
-        load_matrices(a, piece_at(s.weights, ((group * 16 + lane % 16) * kWeightStride + 16 * k + lane / 16 * 8) *
-                                                 static_cast<int>(sizeof(T))));
+        load_matrices(a, weights + 16 * k);
 #pragma unroll
         for (int n = 0; n < kMyColumns / 16; ++n) {
           if (first_column + 16 * n >= latent) continue;  // warp-uniform
           uint32_t b[4];
-          load_transposed_matrices(b, piece_at(tile, tile_offset(16 * k + token, piece + 2 * n)));
+          load_transposed_matrices(b, values + 16 * k * kStride + 32 * n);
           specdec::mma<T>(out[2 * n], a, b[0], b[1]);
           specdec::mma<T>(out[2 * n + 1], a, b[2], b[3]);
         }
@@ -399,14 +413,14 @@ class MlaMma {
       for (int h = 0; h < 2; ++h) {
         sum[h] += __shfl_xor_sync(kFullMask, sum[h], 1);
         sum[h] += __shfl_xor_sync(kFullMask, sum[h], 2);
-        if (lane % 4 == 0) s.exchange[part][row + 8 * h] = sum[h];
+        if (lane % 4 == 0) s.exchange(row + 8 * h)[part] = sum[h];
       }
       __syncthreads();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         sum[h] = 0;
 #pragma unroll
-        for (int other = 0; other < kParts; ++other) sum[h] += s.exchange[other][row + 8 * h];
+        for (int other = 0; other < kParts; ++other) sum[h] += s.exchange(row + 8 * h)[other];
       }
     }
 
@@ -468,6 +482,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm)
 template <class T, class Row, int kRows>
 void launch_mma(const MlaTreeAttentionParams& p, Stream stream) {
   using Kernel = MlaMma<T, Row, kRows>;
+  // largest_tile_sm80() counts on it.
+  static_assert(sizeof(typename Kernel::Shared) <= (kRows == 64 ? 156 : kRows == 32 ? 116 : 96) * 1024);
   const LaunchShape shape{.grid = dim3(grid_x("mla_tree_attention", count_items(p, kRows)),
                                        static_cast<unsigned>(std::min<int64_t>(p.plan.splits, kMaxGridY))),
                           .threads = Kernel::kThreads,
