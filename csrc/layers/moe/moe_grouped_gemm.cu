@@ -95,8 +95,7 @@ struct Item {
 class Items {
  public:
   // Count the chunks of all experts; called by all threads of a block, ends in a barrier.
-  __device__ Items(const MoeGroupedGemmParams& p, int max_pairs, int* chunk_ends)
-      : p_(p), chunk_ends_(chunk_ends), max_pairs_(max_pairs) {
+  __device__ Items(const MoeGroupedGemmParams& p, int max_pairs, int* chunk_ends) : p_(p), chunk_ends_(chunk_ends) {
     constexpr int kAtOnce = 8;  // loads in flight
     const int experts = static_cast<int>(p.experts), lane = lane_id();
     if (warp_id() == 0) {
@@ -125,7 +124,7 @@ class Items {
   __device__ int64_t count() const { return count_; }
   // Find an item, by all lanes of a warp.
   __device__ Item at(int64_t i) const {
-    const int chunk = static_cast<int>(i / tiles_), experts = static_cast<int>(p_.experts), lane = lane_id();
+    const int chunk = static_cast<int>(i / tiles_), experts = static_cast<int>(p_.experts), lane = hold(lane_id());
     const int each = (experts + kWarp - 1) / kWarp;  // experts of a lane
     // The first expert whose chunks end after this one.
     const bool mine = chunk_ends_[min((lane + 1) * each, experts) - 1] > chunk;
@@ -134,16 +133,10 @@ class Items {
     const int expert = first + __ffs(__ballot_sync(kFullMask, is_after)) - 1;
     return {expert, chunk - (expert > 0 ? chunk_ends_[expert - 1] : 0), static_cast<int>(i - int64_t{chunk} * tiles_)};
   }
-  // Return where an item's pairs begin in sorted_pairs, and how many they are.
-  __device__ int64_t first_pair(const Item& item) const { return p_.begin(item.expert) + item.chunk * max_pairs_; }
-  __device__ int count_pairs(const Item& item) const {
-    return static_cast<int>(min(p_.begin(item.expert + 1) - first_pair(item), int64_t{max_pairs_}));
-  }
 
  private:
   const MoeGroupedGemmParams& p_;
   const int* const chunk_ends_;
-  const int max_pairs_;
   int tiles_;
   int64_t count_;
 };
@@ -200,7 +193,7 @@ class Ring {
     at_ = end_;
     if (item_ >= items_.count() || begin_ == end_) return;
     const TileRows rows(p_, items_.at(item_));
-    const int lane = lane_id();
+    const int lane = hold(lane_id());
     const auto* const weight = static_cast<const unsigned char*>(p_.weight) + lane % 8 * 16;
     top_ = weight + (rows.top + lane / 8) * row_bytes_;
     bottom_ = weight + (rows.bottom + lane / 8) * row_bytes_;
@@ -245,24 +238,24 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
   // Pairs of an item. Those after the last repeat it and are not written.
   struct Pairs {
     Item item;
-    int count, ids[kTiles];
+    int first, count, ids[kTiles];
   };
   const auto load_pairs = [&](int64_t i) {
-    Pairs pairs{};
-    if (i >= items.count()) return pairs;
+    Pairs pairs;
     pairs.item = items.at(i);
-    pairs.count = items.count_pairs(pairs.item);
-    const int64_t first = items.first_pair(pairs.item);
+    const int64_t first = p.begin(pairs.item.expert) + pairs.item.chunk * kMaxPairs;
+    pairs.first = static_cast<int>(first);
+    pairs.count = static_cast<int>(min(p.begin(pairs.item.expert + 1) - first, int64_t{kMaxPairs}));
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
       pairs.ids[n] = static_cast<int>(p.pair(first + min(n * 8 + lane / 4, pairs.count - 1)));
     return pairs;
   };
   Pairs next;
-  if constexpr (kPrefetch) next = load_pairs(blockIdx.x);
+  if (kPrefetch && blockIdx.x < items.count()) next = load_pairs(blockIdx.x);
   for (int64_t i = blockIdx.x; i < items.count(); i += gridDim.x) {
     const Pairs now = kPrefetch ? next : load_pairs(i);
-    if constexpr (kPrefetch) next = load_pairs(i + gridDim.x);
+    if (kPrefetch && i + gridDim.x < items.count()) next = load_pairs(i + gridDim.x);
     const auto& pairs = now.ids;
     const int tiles = (now.count + 7) / 8;
     int x_rows[kTiles];
@@ -396,8 +389,9 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = lane % 4 * 2 + e;
-        const int64_t pair = __shfl_sync(kFullMask, pairs[n], column * 4);
+        int64_t pair = __shfl_sync(kFullMask, pairs[n], column * 4);
         if (n * 8 + column >= now.count) continue;
+        if constexpr (!kPrefetch) pair = p.pair(now.first + n * 8 + column);  // again, to keep fewer registers
         T* const to = static_cast<T*>(p.out) + pair * p.out_stride + int64_t{now.item.tile} * outs + lane / 4;
         const float top = sum[n][e], bottom = sum[n][2 + e];
         to[0] = from_float<T>(p.gated ? silu_mul(top, bottom) : top);
