@@ -33,11 +33,12 @@ void add_layers(py::module_& m) {
   def_op<&small_m_gemm_plan_of_sizes>(m, "small_m_gemm_plan_of_sizes", "rows outs ins bits gated has_wgmma",
                                       "return the name of the fastest GEMM for these sizes");
   def_op<&moe_grouped_gemm>(m, "moe_grouped_gemm",
-                            "stream x weight sorted_pairs expert_ends x_scales weight_scales gated routing_ready out",
+                            "stream x weight sorted_pairs expert_ends x_scales weight_scales shared_weight gated "
+                            "routing_ready out",
                             "multiply rows by the weights of their experts: grouped GEMM");
   def_op<&moe_route>(m, "moe_route",
-                     "stream scores top_k renormalize activation bias scale eps n_group topk_group out_topk_ids "
-                     "out_topk_weights out_sorted_pairs out_expert_ends",
+                     "stream scores top_k renormalize activation bias scale eps n_group topk_group num_shared "
+                     "shared_gate out_topk_ids out_topk_weights out_sorted_pairs out_expert_ends",
                      "select top-k experts per row and sort (row, expert) pairs by expert");
   def_op<&moe_combine>(m, "moe_combine", "stream expert_outputs topk_weights out",
                        "sum each row's expert outputs, weighted by its routing weights");

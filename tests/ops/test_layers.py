@@ -959,6 +959,208 @@ def test_moe_route_error_messages(changes: dict[str, Any], message: str) -> None
     assert str(error.value) == f"moe_route: {message}"
 
 
+# --- shared experts of moe_grouped_gemm and moe_route
+
+
+def shared_of(
+    rows: int, top_k: int, experts: int, num_shared: int, width: int, outs: int, gated: bool, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return rows that select experts as `experts_of` has them, and all of them the shared ones.
+
+    Next to the rows of the shared weight there are NaN.
+    """
+    given, chosen = experts_of(rows, top_k, experts, width, outs, "halves", torch.device("cpu"))
+    shared_ids = experts + torch.arange(num_shared).expand(rows, -1)
+    flat, given["sorted_pairs"] = torch.cat([chosen, shared_ids], 1).flatten().sort(stable=True)
+    all_experts = torch.arange(experts + num_shared)
+    given["expert_ends"] = torch.searchsorted(flat, all_experts, right=True, out_int32=True)
+    shape = (num_shared * outs, width) if gated else (outs, num_shared * width)
+    wide = torch.full((shape[0], shape[1] + 16), torch.nan).bfloat16()
+    wide[:, 8:-8] = torch.randn(shape) / width**0.5
+    given = {name: tensor.to(device) for name, tensor in given.items()}
+    return given | {"shared_weight": wide.to(device)[:, 8:-8]}
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "top_k", "experts", "num_shared", "width", "outs"),
+    [
+        (1, 2, 5, 1, 64, 16),
+        (1, 4, 64, 1, 2048, 96),
+        (2, 6, 30, 2, 320, 1408),
+        (3, 4, 9, 3, 768, 48),
+        (8, 8, 20, 2, 320, 32),
+        (9, 1, 3, 1, 192, 32),
+        (32, 4, 64, 2, 128, 32),
+        (40, 2, 4, 3, 640, 32),
+        (33, 2, 600, 1, 64, 16),
+        (300, 2, 7, 2, 64, 48),
+    ],
+)
+def test_moe_grouped_gemm_of_shared_experts_matches_reference(
+    rows: int, top_k: int, experts: int, num_shared: int, width: int, outs: int, gated: bool, device: torch.device
+) -> None:
+    """Columns next to a shared expert's, another expert's and those that no row selects would give NaN or a large error."""
+    given = shared_of(rows, top_k, experts, num_shared, width, outs, gated, device)
+    made = outs // 2 if gated else outs
+    for dtype in HALVES:
+        whole = given["shared_weight"]
+        given |= {name: given[name].to(dtype) for name in ("x", "weight")}
+        strided = torch.full((len(whole), whole.shape[1] + 16), torch.nan, dtype=dtype, device=device)
+        given["shared_weight"] = strided[:, 8:-8].copy_(whole)
+        want = reference.moe_grouped_gemm(**{k: t.cpu() for k, t in given.items()}, gated=gated)
+        wide = torch.full((rows * (top_k + num_shared), made + 8), torch.nan, dtype=dtype, device=device)
+        sd.moe_grouped_gemm(**given, gated=gated, out=wide[:, :made])
+        assert wide[:, made:].isnan().all()
+        check(wide[:, :made], want)
+        given["shared_weight"] = whole.to(dtype).contiguous()
+        assert torch.equal(sd.moe_grouped_gemm(**given, gated=gated, routing_ready=True), wide[:, :made])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_moe_grouped_gemm_of_shared_experts_equals_routed_ones(gated: bool, device: torch.device) -> None:
+    """The same weights as routed experts give the same bits, and rows do not depend on the batch."""
+    given = shared_of(20, 3, 12, 2, 512, 64, gated, device)
+    parts = reference.split_shared_weight(given["shared_weight"], 2, gated)
+    weight = torch.cat([given["weight"], torch.stack(parts)])
+    got = sd.moe_grouped_gemm(**given, gated=gated)
+    assert torch.equal(
+        got, sd.moe_grouped_gemm(given["x"], weight, given["sorted_pairs"], given["expert_ends"], gated=gated)
+    )
+    ends = torch.tensor([0] * 12 + [1, 2], dtype=torch.int32, device=device)
+    alone = {"x": given["x"][7:8], "sorted_pairs": torch.arange(2, device=device), "expert_ends": ends}
+    assert torch.equal(sd.moe_grouped_gemm(**(given | alone), gated=gated), got.view(20, 5, -1)[7, 3:])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_moe_grouped_gemm_of_shared_experts_alone_matches_reference(gated: bool, device: torch.device) -> None:
+    """The sum of the parts' products is the MLP's."""
+    given = shared_of(5, 3, 12, 3, 128, 64, gated, device)
+    pairs = torch.arange(15, device=device).view(5, 3).t().flatten()
+    ends = torch.tensor([0] * 12 + [5, 10, 15], dtype=torch.int32, device=device)
+    x = torch.randn(5 if gated else 15, 128, device=device).bfloat16()
+    given |= {"x": x, "sorted_pairs": pairs, "expert_ends": ends}
+    got = sd.moe_grouped_gemm(**given, gated=gated).view(5, 3, -1)
+    if gated:
+        check(got.flatten(1), reference.silu_and_mul(x.double() @ given["shared_weight"].double().T))
+    else:
+        check(got.float().sum(1).to(x.dtype), x.view(5, -1).double() @ given["shared_weight"].double().T, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shared_weight": torch.zeros(40, 128).bfloat16()}, "shared_weight has shape [40, 128], expected [num_shared * 2 * out_features=32, in_features=128]"),
+        ({"shared_weight": torch.zeros(8, 128).bfloat16()}, "shared_weight has shape [8, 128], expected [num_shared * 2 * out_features=32, in_features=128]"),
+        ({"shared_weight": torch.zeros(64, 192).bfloat16()}, "shared_weight has shape [64, 192], expected [num_shared * 2 * out_features=64, in_features=128]"),
+        ({"shared_weight": torch.zeros(32, 200).bfloat16(), "gated": False}, "shared_weight has shape [32, 200], expected [out_features=32, num_shared * in_features=128]"),
+        ({"shared_weight": torch.zeros(48, 256).bfloat16(), "gated": False}, "shared_weight has shape [48, 256], expected [out_features=32, num_shared * in_features=256]"),
+        ({"shared_weight": torch.zeros(64).bfloat16()}, "shared_weight has shape [64], expected [rows, columns]"),
+        ({"shared_weight": torch.zeros(64, 128)}, "shared_weight is float32, expected bfloat16"),
+        ({"shared_weight": torch.zeros(64, 132).bfloat16()[:, :128]}, "shared_weight has rows off 16 bytes, expected rows that start on 16 bytes"),
+        ({"expert_ends": torch.zeros(3, dtype=torch.int32)}, "expert_ends has shape [3], expected [experts + num_shared=5]"),
+        ({"shared_weight": torch.zeros(32 * 1022, 128).bfloat16()}, "experts + num_shared is 1025, expected 1 to 1024"),
+        (
+            {"weight": torch.zeros(3, 32, 128).to(torch.float8_e4m3fn), "weight_scales": torch.ones(3, 1, 32)},
+            "shared_weight is given, expected none with weight_scales",
+        ),
+    ],
+)  # fmt: skip
+def test_moe_grouped_gemm_of_shared_experts_error_messages(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "x": torch.zeros(2, 128).bfloat16(),
+        "weight": torch.zeros(3, 32, 128).bfloat16(),
+        "sorted_pairs": torch.zeros(4, dtype=torch.int64),
+        "expert_ends": torch.zeros(5, dtype=torch.int32),
+        "shared_weight": torch.zeros(64, 128).bfloat16(),
+        "gated": True,
+    } | changes
+    with pytest.raises(ValueError) as error:
+        sd.moe_grouped_gemm(**arguments)
+    assert str(error.value) == f"moe_grouped_gemm: {message}"
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("rows", "experts", "top_k", "num_shared", "n_group"),
+    [
+        (0, 4, 2, 1, 1),
+        (1, 1, 1, 1, 1),
+        (1, 64, 4, 1, 1),
+        (16, 64, 6, 2, 4),
+        (3, 7, 7, 3, 1),
+        (16, 512, 10, 1, 1),
+        (9, 512, 1, 31, 1),
+        (17, 512, 10, 1, 8),
+        (5, 513, 30, 2, 1),
+        (65, 1020, 9, 4, 1),
+        (700, 60, 4, 4, 1),
+    ],
+)
+def test_moe_route_with_shared_experts_matches_reference(
+    rows: int,
+    experts: int,
+    top_k: int,
+    num_shared: int,
+    n_group: int,
+    activation: str,
+    has_gate: bool,
+    device: torch.device,
+) -> None:
+    """Many scores tie. The gates are next to NaN, and some are infinite or NaN."""
+    dtype = torch.bfloat16 if rows % 2 else torch.float32
+    scores = ((torch.randn(rows, experts) * 3).round() / 2).to(dtype)
+    wide = torch.full((rows, 3), torch.nan).to(dtype)
+    wide[:, 1:2] = torch.randn(rows, 1) * 3
+    wide[3:6, 1] = torch.tensor([torch.inf, -torch.inf, torch.nan])[: len(wide[3:6])]
+    options: dict[str, Any] = {
+        "activation": activation, "renormalize": True, "scale": 1.5, "n_group": n_group, "topk_group": (n_group + 1) // 2,
+        "num_shared": num_shared,
+    }  # fmt: skip
+    gate = {"shared_gate": wide.to(device)[:, 1:2]} if has_gate else {}
+    got = sd.moe_route(scores.to(device), top_k, **options, **gate)
+    want = reference.moe_route(scores, top_k, **options, **{name: t.cpu() for name, t in gate.items()})
+    for name in ("topk_ids", "sorted_pairs", "expert_ends"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+    assert torch.equal(got.topk_weights.isnan().cpu(), want.topk_weights.isnan())
+    if rows:
+        check(got.topk_weights.nan_to_num(), want.topk_weights.nan_to_num())
+    without = sd.moe_route(scores.to(device), top_k, **(options | {"num_shared": 0}))
+    assert torch.equal(got.topk_ids[:, :top_k], without.topk_ids)
+    assert torch.equal(got.topk_weights[:, :top_k], without.topk_weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_shared": -1}, "num_shared is -1, expected 0 to 28"),
+        ({"num_shared": 29}, "num_shared is 29, expected 0 to 28"),
+        ({"scores": torch.zeros(2, 1023), "num_shared": 2}, "experts + num_shared is 1025, expected 1 to 1024"),
+        ({"scores": torch.zeros(50000, 8), "num_shared": 2}, "pairs is 300000, expected 0 to 262144"),
+        ({"shared_gate": torch.zeros(2, 1)}, "shared_gate is given, expected none without num_shared"),
+        (
+            {"num_shared": 2, "shared_gate": torch.zeros(2, 2)},
+            "shared_gate has shape [2, 2], expected [rows=2, 1]",
+        ),
+        (
+            {"num_shared": 2, "shared_gate": torch.zeros(2, 1).half()},
+            "shared_gate is float16, expected float32",
+        ),
+        (
+            {"num_shared": 1, "out": sd.moe_route(torch.zeros(2, 8), 4)},
+            "out.topk_ids has shape [2, 4], expected [rows=2, top_k + num_shared=5]",
+        ),
+    ],
+)
+def test_moe_route_with_shared_experts_error_messages(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sd.moe_route(**({"scores": torch.zeros(2, 8), "top_k": 4} | changes))
+    assert str(error.value) == f"moe_route: {message}"
+
+
 # --- moe_combine
 
 

@@ -134,21 +134,38 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
         "dequantize": lambda: [
             ((ints(3, 64, high=256).to(torch.uint8), floats(2, 3)), options) for options in ({}, {"dtype": "float32"})
         ],
-        "moe_grouped_gemm": lambda: [
-            (
+        "moe_grouped_gemm": lambda: (
+            [
                 (
-                    floats(3, 128, dtype=torch.bfloat16),
-                    floats(4, 48, 128).to(torch.float8_e4m3fn),
-                    torch.randperm(6, generator=random).to(device),
-                    torch.cat([ints(3, high=7).sort().values, zeros(1) + 6]),
-                ),
-                {"weight_scales": floats(4, 1, 48)} | options,
-            )
-            for options in ({}, {"gated": True})
-        ],
+                    (
+                        floats(3, 128, dtype=torch.bfloat16),
+                        floats(4, 48, 128).to(torch.float8_e4m3fn),
+                        torch.randperm(6, generator=random).to(device),
+                        torch.cat([ints(3, high=7).sort().values, zeros(1) + 6]),
+                    ),
+                    {"weight_scales": floats(4, 1, 48)} | options,
+                )
+                for options in ({}, {"gated": True})
+            ]
+            + [
+                (
+                    (
+                        floats(3, 64, dtype=torch.bfloat16),
+                        floats(2, 32, 64, dtype=torch.bfloat16),
+                        torch.randperm(9, generator=random).to(device),
+                        torch.cat([ints(3, high=10).sort().values, zeros(1) + 9]),
+                    ),
+                    {"gated": True, "shared_weight": floats(64, 64, dtype=torch.bfloat16)},
+                )
+            ]
+        ),
         "moe_route": lambda: [
             ((floats(5, 9), 3), options)
-            for options in ({}, {"renormalize": True}, {"activation": "sigmoid", "bias": floats(9), "scale": 1.5})
+            for options in (
+                {"renormalize": True},
+                {"activation": "sigmoid", "bias": floats(9), "scale": 1.5},
+                {"num_shared": 2, "shared_gate": floats(5, 1)},
+            )
         ],
         "moe_combine": lambda: [((floats(6, 40), floats(2, 3)), {})],
         "quantize_fp8": lambda: [((floats(3, 200),), {}), ((floats(3, 200),), {"group_size": 128})],

@@ -11,7 +11,7 @@ namespace specdec::layers {
 
 void moe_grouped_gemm(CallStream stream, const TensorView& x, const TensorView& weight, const TensorView& sorted_pairs,
                       const TensorView& expert_ends, const OptTensor& x_scales, const OptTensor& weight_scales,
-                      bool gated, bool routing_ready, const TensorView& out) {
+                      const OptTensor& shared_weight, bool gated, bool routing_ready, const TensorView& out) {
   Check check("moe_grouped_gemm");
   Dim T{"rows"}, M{"pairs"}, E{"experts"}, K{"in_features"}, G{"groups"};
   Dim W{gated ? "2 * out_features" : "out_features"}, N{"out_features"};
@@ -30,7 +30,21 @@ void moe_grouped_gemm(CallStream stream, const TensorView& x, const TensorView& 
   check.tensor("sorted_pairs", sorted_pairs, {M}, kInt64);
   check.range("pairs", M, 0, kMaxSmallMRows);
   check.that(T > 0 ? M % T == 0 : M == 0, "pairs", {"is ", M}, {"a multiple of ", T});
-  check.tensor("expert_ends", expert_ends, {E}, kInt32);
+  Dim S{"num_shared", 0}, A{"experts", E};
+  if (shared_weight) {
+    check.that(!scaled, "shared_weight", "is given", "none with weight_scales");
+    Dim R{"rows"}, C{"columns"};
+    check.strided("shared_weight", *shared_weight, {R, C}, dtype_of(x));
+    S.value = std::max<int64_t>(1, gated ? R / W : C / K);
+    Dim outs{gated ? "num_shared * 2 * out_features" : "out_features", gated ? S * W : W};
+    Dim ins{gated ? "in_features" : "num_shared * in_features", gated ? K : S * K};
+    check.strided("shared_weight", *shared_weight, {outs, ins}, dtype_of(x));
+    check.that(copy_unit({&*shared_weight}) == 16, "shared_weight", "has rows off 16 bytes",
+               "rows that start on 16 bytes");
+    A = Dim{"experts + num_shared", E + S};
+    check.range(A.name, A, 1, kMaxExperts);
+  }
+  check.tensor("expert_ends", expert_ends, {A}, kInt32);
   if (is_fp8) check.strided("x_scales", *x_scales, {G, T}, kFloat32);
   if (scaled) {
     check.tensor("weight_scales", *weight_scales, {E, G, W}, kFloat32);
@@ -43,6 +57,7 @@ void moe_grouped_gemm(CallStream stream, const TensorView& x, const TensorView& 
   const MoeGroupedGemmParams params{
       .x = x.data<void>(),
       .weight = weight.data<void>(),
+      .shared_weight = data_or_null<void>(shared_weight),
       .sorted_pairs = sorted_pairs.data<int64_t>(),
       .expert_ends = expert_ends.data<int32_t>(),
       .x_scales = data_or_null<float>(x_scales),
@@ -51,11 +66,13 @@ void moe_grouped_gemm(CallStream stream, const TensorView& x, const TensorView& 
       .rows = T,
       .pairs = M,
       .experts = E,
+      .num_shared = S,
       .in = K,
       .outs = N,
       .groups = scaled ? G.value : 1,
       .x_stride = x.stride(0),
       .x_scales_stride = is_fp8 ? x_scales->stride(0) : 0,
+      .shared_stride = shared_weight ? shared_weight->stride(0) : 0,
       .out_stride = out.stride(0),
       .dtype = dtype_of(out),
       .gated = gated,
@@ -71,12 +88,14 @@ template <class T, class X, class W>
 void multiply(const MoeGroupedGemmParams& p) {
   const int64_t size = p.in / p.groups, top_k = p.pairs / p.rows;
   std::vector<float> weight_row(static_cast<size_t>(p.in));
-  for (int64_t expert = 0; expert < p.experts; ++expert) {
+  for (int64_t expert = 0; expert < p.all_experts(); ++expert) {
     const int64_t begin = p.begin(expert), end = p.begin(expert + 1);
     if (begin >= end) continue;
+    const ExpertWeight<W> of_expert = p.weight_of<W>(expert);
     std::vector<float> products(static_cast<size_t>((end - begin) * p.weight_rows()));
     for (int64_t n = 0; n < p.weight_rows(); ++n) {
-      const W* const weight = static_cast<const W*>(p.weight) + (expert * p.weight_rows() + n) * p.in;
+      const int64_t at = n < p.outs ? n : n - p.outs + of_expert.up_distance;
+      const W* const weight = of_expert.data + at * of_expert.stride;
       for (int64_t k = 0; k < p.in; ++k) weight_row[static_cast<size_t>(k)] = to_float(weight[k]);
       for (int64_t place = begin; place < end; ++place) {
         const int64_t row = p.pair(place) / top_k;

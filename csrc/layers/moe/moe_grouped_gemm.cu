@@ -97,7 +97,7 @@ class Items {
   // Count the chunks of all experts; called by all threads of a block, ends in a barrier.
   __device__ Items(const MoeGroupedGemmParams& p, int max_pairs, int* chunk_ends) : p_(p), chunk_ends_(chunk_ends) {
     constexpr int kAtOnce = 8;  // loads in flight
-    const int experts = static_cast<int>(p.experts), lane = lane_id();
+    const int experts = static_cast<int>(p.all_experts()), lane = lane_id();
     if (warp_id() == 0) {
       int begin = 0, chunks = 0;  // of the experts before
       for (int first = 0; first < experts; first += kAtOnce * kWarp) {
@@ -124,7 +124,8 @@ class Items {
   __device__ int64_t count() const { return count_; }
   // Find an item, by all lanes of a warp.
   __device__ Item at(int64_t i) const {
-    const int chunk = static_cast<int>(i / tiles_), experts = static_cast<int>(p_.experts), lane = hold(lane_id());
+    const int chunk = static_cast<int>(i / tiles_), experts = static_cast<int>(p_.all_experts()),
+              lane = hold(lane_id());
     const int each = (experts + kWarp - 1) / kWarp;  // experts of a lane
     // The first expert whose chunks end after this one.
     const bool mine = chunk_ends_[min((lane + 1) * each, experts) - 1] > chunk;
@@ -141,16 +142,11 @@ class Items {
   int64_t count_;
 };
 
-// The weight rows of a tile: eight from `top` on and eight from `bottom` on. A gated tile has gate rows on top and the
-// matching up rows below.
-struct TileRows {
-  int64_t top, bottom;
-
-  __device__ TileRows(const MoeGroupedGemmParams& p, const Item& item) {
-    top = item.expert * p.weight_rows() + int64_t{item.tile} * (p.gated ? kTile / 2 : kTile);
-    bottom = top + (p.gated ? p.outs : kTile / 2);
-  }
-};
+// Return the first weight row of a tile within its expert: eight from there on, and eight below. A gated tile has gate
+// rows on top and the matching up rows below, another tile has adjacent rows.
+__device__ int64_t top_row(const MoeGroupedGemmParams& p, const Item& item) {
+  return int64_t{item.tile} * (p.gated ? kTile / 2 : kTile);
+}
 
 // A warp's cp.async ring of weight slices, which runs on from one item to the next.
 template <class W, int kWarps>
@@ -161,9 +157,8 @@ class Ring {
         items_(items),
         stages_(stages),
         item_(blockIdx.x),
-        row_bytes_(p.in * int64_t{sizeof(W)}),
-        begin_(kWarps > 1 ? begin_of_part<W>(warp_id(), row_bytes_ / kSlice) * kSlice : 0),
-        end_(kWarps > 1 ? begin_of_part<W>(warp_id() + 1, row_bytes_ / kSlice) * kSlice : row_bytes_) {
+        begin_(kWarps > 1 ? begin_of_part<W>(warp_id(), in_bytes() / kSlice) * kSlice : 0),
+        end_(kWarps > 1 ? begin_of_part<W>(warp_id() + 1, in_bytes() / kSlice) * kSlice : in_bytes()) {
     begin_item();
   }
 
@@ -189,14 +184,17 @@ class Ring {
   }
 
  private:
+  __device__ int64_t in_bytes() const { return p_.in * int64_t{sizeof(W)}; }
   __device__ void begin_item() {
     at_ = end_;
     if (item_ >= items_.count() || begin_ == end_) return;
-    const TileRows rows(p_, items_.at(item_));
+    const Item item = items_.at(item_);
+    const ExpertWeight<W> weight = p_.weight_of<W>(item.expert);
     const int lane = hold(lane_id());
-    const auto* const weight = static_cast<const unsigned char*>(p_.weight) + lane % 8 * 16;
-    top_ = weight + (rows.top + lane / 8) * row_bytes_;
-    bottom_ = weight + (rows.bottom + lane / 8) * row_bytes_;
+    row_bytes_ = weight.stride * int64_t{sizeof(W)};
+    top_ = reinterpret_cast<const unsigned char*>(weight.data) + lane % 8 * 16 +
+           (top_row(p_, item) + lane / 8) * row_bytes_;
+    bottom_ = top_ + (p_.gated ? weight.up_distance : kTile / 2) * row_bytes_;
     at_ = begin_;
   }
 
@@ -204,8 +202,9 @@ class Ring {
   const Items& items_;
   unsigned char* const stages_;
   int64_t item_;
-  const int64_t row_bytes_, begin_, end_;  // the warp's part of K, in bytes
-  int64_t at_;                             // where the next slice begins along K, in bytes
+  const int64_t begin_, end_;  // the warp's part of K, in bytes
+  int64_t at_;                 // where the next slice begins along K, in bytes
+  int64_t row_bytes_;          // from one row of the item's expert to the next
   const unsigned char *top_, *bottom_;
 };
 
@@ -274,7 +273,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
             to[n][u].packs[k] = reinterpret_cast<const uint4*>(from + u * kSliceElements / 2)[k];
       }
     };
-    const TileRows rows(p, now.item);
     const int first_part = kWarps > 1 ? warp : 0, last_part = kWarps > 1 ? warp : kParts<W> - 1;
     int64_t at = begin_of_part<W>(first_part, num_slices) * kSliceElements;
     const int64_t end = begin_of_part<W>(last_part + 1, num_slices) * kSliceElements;
@@ -292,9 +290,9 @@ __global__ void __launch_bounds__(kWarps* kWarp, kMaxWarpsPerSm / kWarps)
         const int64_t group = p.groups > 1 ? at / kSliceElements : 0;
         float low_scale = 1, high_scale = 1;
         if constexpr (kScaled) {
-          const float* const weight_scale =
-              p.weight_scales + group * p.weight_rows() + (p.groups - 1) * now.item.expert * p.weight_rows() + lane / 4;
-          low_scale = weight_scale[rows.top], high_scale = weight_scale[rows.bottom];
+          const float* const weight_scale = p.weight_scales + (now.item.expert * p.groups + group) * p.weight_rows() +
+                                            top_row(p, now.item) + lane / 4;
+          low_scale = weight_scale[0], high_scale = weight_scale[p.gated ? p.outs : kTile / 2];
         }
         float x_scale[kTiles][2];
         XFragment<X, W> next_x[kTiles][2];
@@ -404,7 +402,7 @@ template <class X, class W, class T>
 void start(const MoeGroupedGemmParams& p, Stream stream) {
   const Device device = current_device("moe_grouped_gemm");
   const auto max_items = [&](int max_pairs) {
-    const int64_t touched = std::min(p.experts, p.pairs);
+    const int64_t touched = std::min(p.all_experts(), p.pairs);
     return p.weight_rows() / kTile * (touched + (p.pairs - touched) / max_pairs);
   };
   const auto with_tiles = [&]<int kTiles, int kWarps>() {
@@ -413,7 +411,7 @@ void start(const MoeGroupedGemmParams& p, Stream stream) {
     constexpr int kRings = kWarps * kDepth * kSliceBytes;
     SD_CUDA_CHECK("moe_grouped_gemm", cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                            kRings + int{kMaxExperts * sizeof(int)}));
-    const int64_t shared_bytes = kRings + p.experts * sizeof(int);
+    const int64_t shared_bytes = kRings + p.all_experts() * sizeof(int);
     // Launch as many blocks as fit at once, but no more than there may be items.
     const int64_t room =
         device.num_sms *
@@ -424,7 +422,7 @@ void start(const MoeGroupedGemmParams& p, Stream stream) {
             .shared_bytes = static_cast<size_t>(shared_bytes)},
            stream, p);
   };
-  if (p.pairs > kFewPairs * p.experts)
+  if (p.pairs > kFewPairs * p.all_experts())
     return with_tiles.template operator()<kIsFloat8<W> ? 2 : 4, 1>();  // larger tiles use too many registers
   max_items(8) <= kMaxWarpsPerSm / 2 * device.num_sms ? with_tiles.template operator()<1, kParts<W>>()
                                                       : with_tiles.template operator()<1, 1>();

@@ -11,8 +11,9 @@ namespace specdec::layers {
 
 void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool renormalize,
                const std::string& activation, const OptTensor& bias, double scale, double eps, int64_t n_group,
-               int64_t topk_group, const TensorView& out_topk_ids, const TensorView& out_topk_weights,
-               const TensorView& out_sorted_pairs, const TensorView& out_expert_ends) {
+               int64_t topk_group, int64_t num_shared, const OptTensor& shared_gate, const TensorView& out_topk_ids,
+               const TensorView& out_topk_weights, const TensorView& out_sorted_pairs,
+               const TensorView& out_expert_ends) {
   Check check("moe_route");
   Dim T{"rows"}, E{"experts"}, J{"top_k", top_k};
   check.strided("scores", scores, {T, E}, kFloats);
@@ -32,16 +33,22 @@ void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool 
              {"at most ", topk_group * group, ", as many experts as topk_group=", topk_group, " has"});
   check.tensor("bias", bias, {E}, kFloat32);
   const float factor = check.factor("scale", scale);
-  Dim M{"pairs", T * J};
+  check.range("num_shared", num_shared, 0, kMaxTopK - top_k);
+  Dim A{num_shared > 0 ? "experts + num_shared" : "experts", E + num_shared};
+  check.range(A.name, A, 1, kMaxExperts);
+  check.that(num_shared > 0 || !shared_gate, "shared_gate", "is given", "none without num_shared");
+  if (shared_gate) check.strided("shared_gate", *shared_gate, {T, 1}, dtype_of(scores));
+  Dim C{num_shared > 0 ? "top_k + num_shared" : "top_k", J + num_shared}, M{"pairs", T * C};
   check.range("pairs", M, 0, kMaxSmallMRows);
-  check.output("out.topk_ids", out_topk_ids, {T, J}, kInt64);
-  check.output("out.topk_weights", out_topk_weights, {T, J}, kFloat32);
+  check.output("out.topk_ids", out_topk_ids, {T, C}, kInt64);
+  check.output("out.topk_weights", out_topk_weights, {T, C}, kFloat32);
   check.output("out.sorted_pairs", out_sorted_pairs, {M}, kInt64);
-  check.output("out.expert_ends", out_expert_ends, {E}, kInt32);
+  check.output("out.expert_ends", out_expert_ends, {A}, kInt32);
 
   const MoeRouteParams params{
       .scores = scores.data<void>(),
       .bias = data_or_null<const float>(bias),
+      .shared_gate = data_or_null<void>(shared_gate),
       .topk_ids = out_topk_ids.data<int64_t>(),
       .topk_weights = out_topk_weights.data<float>(),
       .sorted_pairs = out_sorted_pairs.data<int64_t>(),
@@ -49,9 +56,11 @@ void moe_route(CallStream stream, const TensorView& scores, int64_t top_k, bool 
       .rows = T,
       .experts = E,
       .top_k = J,
+      .num_shared = num_shared,
       .n_group = n_group,
       .topk_group = topk_group,
       .scores_stride = scores.stride(0),
+      .shared_gate_stride = shared_gate ? shared_gate->stride(0) : 0,
       .dtype = dtype_of(scores),
       .renormalize = renormalize,
       .sigmoid = sigmoid,
@@ -96,15 +105,19 @@ void route_row(const MoeRouteParams& p, int64_t row) {
   float sum = p.sigmoid ? (p.renormalize ? p.eps : 1) : 0;
   for (int64_t e = 0; e < p.experts && !p.sigmoid && !p.renormalize; ++e)
     sum += score_weight(choices[e], best.scores()[0]);
-  float* const weights = p.topk_weights + row * p.top_k;
+  int64_t* const ids = p.topk_ids + row * p.columns();
+  float* const weights = p.topk_weights + row * p.columns();
   for (int64_t j = 0; j < p.top_k; ++j) {
-    const int32_t expert = best.ids()[j];
-    p.topk_ids[row * p.top_k + j] = expert;
+    ids[j] = best.ids()[j];
     weights[j] =
-        p.sigmoid ? sigmoid_weight(to_float(scores[expert])) : score_weight(best.scores()[j], best.scores()[0]);
+        p.sigmoid ? sigmoid_weight(to_float(scores[ids[j]])) : score_weight(best.scores()[j], best.scores()[0]);
     sum += p.renormalize ? weights[j] : 0;
   }
   for (int64_t j = 0; j < p.top_k; ++j) weights[j] = weights[j] / sum * p.scale;
+  for (int64_t j = p.top_k; j < p.columns(); ++j) {
+    ids[j] = p.experts + j - p.top_k;
+    weights[j] = sigmoid(shared_gate_score<T>(p, row));
+  }
 }
 
 }  // namespace
@@ -115,12 +128,13 @@ void moe_route_cpu(const MoeRouteParams& p) {
   });
 
   // Counting sort by expert.
-  std::fill_n(p.expert_ends, p.experts, 0);
+  const int64_t experts = p.all_experts();
+  std::fill_n(p.expert_ends, experts, 0);
   for (int64_t pair = 0; pair < p.pairs(); ++pair) ++p.expert_ends[p.topk_ids[pair]];
-  for (int64_t e = 1; e < p.experts; ++e) p.expert_ends[e] += p.expert_ends[e - 1];
+  for (int64_t e = 1; e < experts; ++e) p.expert_ends[e] += p.expert_ends[e - 1];
   for (int64_t pair = p.pairs() - 1; pair >= 0; --pair) p.sorted_pairs[--p.expert_ends[p.topk_ids[pair]]] = pair;
-  for (int64_t e = 0; e + 1 < p.experts; ++e) p.expert_ends[e] = p.expert_ends[e + 1];
-  p.expert_ends[p.experts - 1] = static_cast<int32_t>(p.pairs());
+  for (int64_t e = 0; e + 1 < experts; ++e) p.expert_ends[e] = p.expert_ends[e + 1];
+  p.expert_ends[experts - 1] = static_cast<int32_t>(p.pairs());
 }
 
 }  // namespace specdec::layers

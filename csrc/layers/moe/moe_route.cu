@@ -16,9 +16,11 @@ namespace specdec::layers {
 namespace {
 
 constexpr int kSortThreads = 1024, kSelectThreads = 256;
-constexpr int kFewRows = 16, kFewExperts = 512, kFewThreads = 512;  // a warp for each row
-constexpr int kMaxCounts = 8192;                                    // warps * experts
-static_assert(kMaxCounts >= kMaxExperts && kSortThreads >= kMaxExperts && kFewThreads >= kFewExperts);
+constexpr int kFewRows = 16, kFewExperts = 512;      // a warp for each row
+constexpr int kFewThreads = kFewExperts + kMaxTopK;  // a thread for each expert, shared ones included
+constexpr int kMaxCounts = 8192;                     // warps * experts
+static_assert(kMaxCounts >= kMaxExperts && kSortThreads >= kMaxExperts && kFewThreads >= kFewRows * kWarp);
+static_assert(kFewThreads % kWarp == 0 && kMaxTopK <= kWarp);
 
 // Remove the keys of all but a row's best groups; called by one warp.
 template <int kScoresPerLane>
@@ -50,11 +52,14 @@ __device__ void keep_best_groups(const MoeRouteParams& p, uint32_t (&keys)[kScor
     if (const int expert = i * kWarp + lane; expert < p.experts && !(kept >> expert / each & 1)) keys[i] = 0;
 }
 
-// Select a row's experts; called by one warp. Lane j calls emit(j, expert) for the j-th best expert.
+// Select a row's experts; called by one warp. Lane j calls emit(j, expert) for the j-th best expert, the lanes after
+// them for the shared ones.
 template <class T, int kScoresPerLane, bool kSigmoid, class Emit>
 __device__ void select_experts(const MoeRouteParams& p, int64_t row, Emit emit) {
   const int lane = lane_id(), experts = static_cast<int>(p.experts), top_k = static_cast<int>(p.top_k);
+  const int columns = static_cast<int>(p.columns());
   const T* const scores = static_cast<const T*>(p.scores) + row * p.scores_stride;
+  const float gate_score = shared_gate_score<T>(p, row);
   uint32_t keys[kScoresPerLane], largest = 0;  // 0 is below any score's key
 #pragma unroll
   for (int i = 0; i < kScoresPerLane; ++i) {
@@ -100,22 +105,25 @@ __device__ void select_experts(const MoeRouteParams& p, int64_t row, Emit emit) 
       weight = score_weight(key_float(key), best);
   }
   if (p.renormalize) sum = warp_sum(weight);
-  if (lane >= top_k) return;
-  p.topk_ids[row * top_k + lane] = selected;
+  if (lane >= columns) return;
   if constexpr (kSigmoid)
-    p.topk_weights[row * top_k + lane] = (p.renormalize ? weight / (sum + p.eps) : weight) * p.scale;
+    weight = (p.renormalize ? weight / (sum + p.eps) : weight) * p.scale;
   else
-    p.topk_weights[row * top_k + lane] = weight / sum * p.scale;
+    weight = weight / sum * p.scale;
+  if (lane >= top_k) selected = experts + lane - top_k, weight = sigmoid(gate_score);
+  p.topk_ids[row * columns + lane] = selected;
+  p.topk_weights[row * columns + lane] = weight;
   emit(lane, selected);
 }
 
-// Sort all pairs by expert; called by a block of at least `experts` threads. expert_of(pair) returns a pair's expert.
+// Sort all pairs by expert; called by a block of at least all_experts() threads. expert_of(pair) returns a pair's
+// expert.
 template <class ExpertOf>
 __device__ void sort_pairs(const MoeRouteParams& p, ExpertOf expert_of) {
   __shared__ int counts[kMaxCounts];  // [participating warps, experts]
   __shared__ int warp_ends[kSortThreads / kWarp];
   const int threads = static_cast<int>(blockDim.x), lane = lane_id(), warp = warp_id();
-  const int experts = static_cast<int>(p.experts), pairs = static_cast<int>(p.pairs());
+  const int experts = static_cast<int>(p.all_experts()), pairs = static_cast<int>(p.pairs());
   const int chunks = (pairs + kWarp - 1) / kWarp;  // of 32 pairs
   const int warps = max(1, min(min(threads / kWarp, kMaxCounts / experts), chunks));
   const int from = static_cast<int>(int64_t{chunks} * warp / warps) * kWarp;
@@ -163,10 +171,10 @@ template <class T, int kScoresPerLane, bool kSigmoid>
 __global__ void __launch_bounds__(kFewThreads) route_few_kernel(MoeRouteParams p) {
   __shared__ uint16_t topk_ids[kFewRows * kMaxTopK];
   begin_kernel();
-  const int top_k = static_cast<int>(p.top_k);
+  const int columns = static_cast<int>(p.columns());
   for (int row = warp_id(); row < p.rows; row += static_cast<int>(blockDim.x) / kWarp)
     select_experts<T, kScoresPerLane, kSigmoid>(
-        p, row, [&](int j, int expert) { topk_ids[row * top_k + j] = static_cast<uint16_t>(expert); });
+        p, row, [&](int j, int expert) { topk_ids[row * columns + j] = static_cast<uint16_t>(expert); });
   __syncthreads();
   sort_pairs(p, [&](int pair) { return static_cast<int>(topk_ids[pair]); });
 }
@@ -185,7 +193,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_pairs_kernel(MoeRouteParams
 
 template <class T, int kScoresPerLane, bool kSigmoid>
 void start_few(const MoeRouteParams& p, Stream stream) {
-  const int64_t warps = std::max((p.experts + kWarp - 1) / kWarp, std::min<int64_t>(p.rows, kFewThreads / kWarp));
+  const int64_t warps = std::max((p.all_experts() + kWarp - 1) / kWarp, std::min<int64_t>(p.rows, kFewRows));
   launch("moe_route", route_few_kernel<T, kScoresPerLane, kSigmoid>,
          {.grid = 1, .threads = static_cast<unsigned>(warps * kWarp)}, stream, p);
 }

@@ -228,6 +228,7 @@ def moe_grouped_gemm(
     x_scales: Tensor | None = None,
     gated: bool = False,
     routing_ready: bool = False,
+    shared_weight: Tensor | None = None,
     out: Tensor | None = None,
     stream: int | None = None,
 ) -> Tensor:
@@ -236,6 +237,9 @@ def moe_grouped_gemm(
     Sums are float32. A selected expert's weight is read once per 32 of its rows (16 if weights have scales, 8 if there
     are no more rows); other experts are not read. The bits of a row do not depend on other rows.
 
+    With `shared_weight`, S shared experts have the ids E to E + S - 1. They are equal parts of one MLP: each has a
+    range of its inner elements, and their outputs sum to the MLP's. The op reads the weight as the MLP stores it.
+
     Args:
         x: [T, K] float16 or bfloat16; with x_scales float8_e4m3fn, as `quantize_fp8` returns it. K is a multiple of 64,
             or of 128 if weights have scales; rows may be strided, and are aligned to 16 bytes.
@@ -243,13 +247,16 @@ def moe_grouped_gemm(
             N, K], per expert gate rows, then up rows, N a multiple of 8.
         sorted_pairs: [M] int64, (row, expert) pairs sorted by expert; M is a multiple of T, at most 262144, and pair i
             belongs to row i * T / M. Indices out of range are clamped.
-        expert_ends: [E] int32, where each expert's range in `sorted_pairs` ends and the next one's begins.
+        expert_ends: [E] int32, or [E + S], where each expert's range in `sorted_pairs` ends and the next one's begins.
         weight_scales: [E, G, N] float32, or 2 * N if gated: one group per row or per 128 elements.
         x_scales: [G, T] float32, with as many groups.
         gated: return silu(gate) * up, as `silu_and_mul` would, rounded once.
         routing_ready: assert that an earlier call on the stream has read these `sorted_pairs` and `expert_ends`, as the
-            gate-up call does before the down call. On Hopper the op then reads both, and `weight`, before the previous
-            kernel on the stream has finished: that kernel must not write any of the three.
+            gate-up call does before the down call. On Hopper the op then reads both, and the weights, before the
+            previous kernel on the stream has finished: that kernel must not write any of them.
+        shared_weight: the weight of S shared experts, like x, if there are no scales. Gated, it has their outputs:
+            [2 * S * N, K], gate rows of all, then up rows. Else it has their inputs: [N, S * K], K for each. Rows may
+            be strided, and are aligned to 16 bytes; E + S is at most 1024.
         out: preallocated result.
         stream: CUDA stream; None: the current one.
 
@@ -271,7 +278,7 @@ def moe_grouped_gemm(
         )
         fill_zeros(out, stream)
     _C.moe_grouped_gemm(
-        stream, x, weight, sorted_pairs, expert_ends, x_scales, weight_scales, gated, routing_ready, out
+        stream, x, weight, sorted_pairs, expert_ends, x_scales, weight_scales, shared_weight, gated, routing_ready, out
     )
     return out
 
@@ -279,7 +286,8 @@ def moe_grouped_gemm(
 class Routing(NamedTuple):
     """The experts of each row, their weights, and (row, expert) pairs as `moe_grouped_gemm` reads them.
 
-    Pairs of row r are r * top_k to r * top_k + top_k - 1.
+    Pairs of row r are r * top_k to r * top_k + top_k - 1. Every row selects shared experts: with S of them, read top_k
+    as top_k + S here, and E as E + S.
     """
 
     topk_ids: Tensor  # [T, top_k] int64, distinct within a row
@@ -299,6 +307,8 @@ def moe_route(
     eps: float = 1e-20,
     n_group: int = 1,
     topk_group: int = 1,
+    num_shared: int = 0,
+    shared_gate: Tensor | None = None,
     out: Routing | None = None,
     stream: int | None = None,
 ) -> Routing:
@@ -319,28 +329,47 @@ def moe_route(
         eps: added to the sum of sigmoids, 0 to 1.
         n_group: groups of E / n_group adjacent experts, at most 32; several have 2 experts or more each.
         topk_group: groups that a row selects from, 1 to n_group; they have top_k experts or more.
+        num_shared: S shared experts, with the ids E to E + S - 1, that follow the selected ones in every row. top_k + S
+            is at most 32, E + S at most 1024, T * (top_k + S) at most 262144.
+        shared_gate: [T, 1] like scores, only with shared experts: the sigmoid of a row's element is the weight of its
+            shared experts, NaN for NaN; None: 1. Rows may be strided.
         out: preallocated result.
         stream: CUDA stream; None: the current one.
 
     Returns:
-        Routing: per row the best expert first, and per expert its pairs in row order.
+        Routing: per row the best expert first, shared ones last, and per expert its pairs in row order.
 
     Raises:
         ValueError: wrong dtype, shape, device or stride; a size, scale or eps out of range; an unknown activation; bias
-            with "softmax".
+            with "softmax"; shared_gate without shared experts.
     """
     op = "moe_route"
     if out is None:
         rows, experts = shape_of(op, "scores", scores, 2)
+        columns = top_k + num_shared
         out = Routing(
-            topk_ids=empty(op, scores, (rows, top_k), "int64"),
-            topk_weights=empty(op, scores, (rows, top_k), "float32"),
-            sorted_pairs=empty(op, scores, (rows * top_k,), "int64"),
-            expert_ends=empty(op, scores, (experts,), "int32"),
+            topk_ids=empty(op, scores, (rows, columns), "int64"),
+            topk_weights=empty(op, scores, (rows, columns), "float32"),
+            sorted_pairs=empty(op, scores, (rows * columns,), "int64"),
+            expert_ends=empty(op, scores, (experts + num_shared,), "int32"),
         )
     elif not isinstance(out, Routing):
         raise wrong_type(op, "out", out, Routing)
-    _C.moe_route(stream, scores, top_k, renormalize, activation, bias, scale, eps, n_group, topk_group, *out)
+    _C.moe_route(
+        stream,
+        scores,
+        top_k,
+        renormalize,
+        activation,
+        bias,
+        scale,
+        eps,
+        n_group,
+        topk_group,
+        num_shared,
+        shared_gate,
+        *out,
+    )
     return out
 
 

@@ -119,20 +119,31 @@ def moe_grouped_gemm(
     weight_scales: Tensor | None = None,
     x_scales: Tensor | None = None,
     gated: bool = False,
+    shared_weight: Tensor | None = None,
 ) -> Tensor:
     """Multiply pair by pair in float64; NaN for pairs of no expert."""
     x = x.double() if x_scales is None else x.double() * expand_scales(x_scales, x.shape[1])
     out = x.new_full((len(sorted_pairs), weight.shape[1] // 2 if gated else weight.shape[1]), torch.nan)
+    weights = list(weight.double())
+    if weight_scales is not None:
+        weights = [w * expand_scales(scales, x.shape[1]) for w, scales in zip(weights, weight_scales, strict=True)]
+    if shared_weight is not None:
+        weights += split_shared_weight(shared_weight.double(), len(expert_ends) - len(weight), gated)
     begin = 0
-    for expert, end in enumerate(expert_ends.tolist()):
+    for wide, end in zip(weights, expert_ends.tolist(), strict=True):
         for pair in sorted_pairs[begin:end].tolist():
-            wide = weight[expert].double()
-            if weight_scales is not None:
-                wide = wide * expand_scales(weight_scales[expert], x.shape[1])
             product = wide @ x[pair * len(x) // len(sorted_pairs)]
             out[pair] = silu_and_mul(product[None])[0] if gated else product
         begin = end
     return out
+
+
+def split_shared_weight(weight: Tensor, num_shared: int, gated: bool) -> list[Tensor]:
+    """Return the weights of shared experts [N, K], of gated ones [2 * N, K], from that of the MLP they are parts of."""
+    if not gated:
+        return list(weight.chunk(num_shared, 1))
+    gate, up = weight.chunk(2)
+    return [torch.cat(parts) for parts in zip(gate.chunk(num_shared), up.chunk(num_shared), strict=True)]
 
 
 def moe_route(
@@ -146,6 +157,8 @@ def moe_route(
     eps: float = 1e-20,
     n_group: int = 1,
     topk_group: int = 1,
+    num_shared: int = 0,
+    shared_gate: Tensor | None = None,
 ) -> Routing:
     """Route in float64."""
     wide = scores.double()
@@ -176,8 +189,12 @@ def moe_route(
         topk_weights = scale * (selected / (selected.sum(1, keepdim=True) + eps) if renormalize else selected)
     else:
         topk_weights = scale * selected / (selected if renormalize else weights).sum(1, keepdim=True)
+    shared_ids = scores.shape[1] + torch.arange(num_shared, device=scores.device)
+    shared_weights = topk_weights.new_ones(len(scores), 1) if shared_gate is None else shared_gate.double().sigmoid()
+    topk_ids = torch.cat([topk_ids, shared_ids.expand(len(scores), -1)], 1)
+    topk_weights = torch.cat([topk_weights, shared_weights.expand(-1, num_shared)], 1)
     flat, sorted_pairs = topk_ids.flatten().sort(stable=True)
-    all_experts = torch.arange(scores.shape[1], device=scores.device)
+    all_experts = torch.arange(scores.shape[1] + num_shared, device=scores.device)
     expert_ends = torch.searchsorted(flat, all_experts, right=True, out_int32=True)
     return Routing(topk_ids, topk_weights, sorted_pairs, expert_ends)
 
