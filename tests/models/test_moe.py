@@ -17,18 +17,27 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import specdec_kernels as sd
 from specdec_kernels.engine import Engine, Ngram, SamplingParams, Standalone
+from specdec_kernels.models.backends.select import open_language_model
 from specdec_kernels.models.layers.fp8 import fake_quantize
 from specdec_kernels.models.layers.linear import Linear
+from specdec_kernels.models.layers.mlp import GatedMLP
 from specdec_kernels.models.layers.moe import (
     FEW_ROWS,
+    MAX_SHARED_PAIRS,
     Experts,
+    GroupedSoftmaxRouter,
+    MoE,
     QuantizedExperts,
+    Router,
     SigmoidRouter,
     SoftmaxRouter,
+    TopKRouter,
     routing_of,
 )
-from specdec_kernels.models.layers.outputs import ExpertOutputs, select_rows
+from specdec_kernels.models.layers.outputs import ExpertOutputs, PartialSum, combined, select_rows
 from specdec_kernels.models.layers.quantized import Fp8Weight
+from specdec_kernels.models.layers.reduction import Reduction
+from specdec_kernels.models.options import ModelOptions
 from specdec_kernels.ops import Routing
 from specdec_kernels.synthetic.models import SyntheticText, synthetic_causal_lm
 from support.exhaustive import covering
@@ -208,6 +217,175 @@ def test_other_experts_when_a_graph_is_replayed(rows: int, dtype: torch.dtype, d
         graph.replay()
         want = by_definition(part, x, router(x))
         torch.testing.assert_close(out.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+
+
+# --- shared experts
+
+
+def moe_of(router: str, num_shared: int, dtype: torch.dtype, device: torch.device) -> MoE:
+    """Return 12 experts (64, 128), 3 for each row, and a shared MLP of `num_shared` times their size."""
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype) / shape[-1] ** 0.5
+
+    routers: dict[str, Router] = {
+        "softmax": SoftmaxRouter(Linear(random(12, 64), None), 3, True),
+        "gate": SoftmaxRouter(Linear(random(12, 64), None), 3, False),
+        "groups": GroupedSoftmaxRouter(random(12, 64), 3, 4, 2, 1.5),
+        "sigmoid": SigmoidRouter(random(12, 64), random(12, dtype=torch.float32), 3, 2, 1, True, 1.5),
+        "sigmoid gate": SigmoidRouter(random(12, 64), random(12, dtype=torch.float32), 3),
+    }
+    shared = GatedMLP(Linear(random(2 * num_shared * 128, 64), None), Linear(random(64, num_shared * 128), None))
+    gate = Linear(random(1, 64), None) if "gate" in router else None
+    return MoE(routers[router], experts(12, 64, 128, dtype, device, False), shared, gate)
+
+
+def with_shared_by_definition(part: MoE, x: Tensor) -> Tensor:
+    """In float64, row by row."""
+    assert part.shared is not None and isinstance(part.shared.down.weight, Tensor)
+    rows, gate_up = x.double().cpu(), part.shared.gate_up.weight
+    assert isinstance(gate_up, Tensor)
+    gate, up = (rows @ gate_up.double().cpu().T).chunk(2, 1)
+    out = (functional.silu(gate) * up) @ part.shared.down.weight.double().cpu().T
+    if part.shared_gate is not None:
+        assert isinstance(part.shared_gate.weight, Tensor)
+        out = out * (rows @ part.shared_gate.weight.double().cpu().T).sigmoid()
+    return out + by_definition(part.experts, x, part.router(x))
+
+
+def rows_without_ties(part: MoE, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return rows whose scores differ by more than 16-bit roundings, so that every implementation routes them alike."""
+    assert isinstance(part.router, TopKRouter)
+    x = torch.randn(20 * count + 40, 64, device=device).to(dtype)
+    gaps = part.router.scores(x).float().sort(dim=1).values.diff(dim=1).amin(1)
+    return x[gaps > 0.02][:count]
+
+
+def joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a MoE multiply by `moe_grouped_gemm` on every device, as on a GPU."""
+    monkeypatch.setattr(Experts, "uses_grouped_gemm", lambda self, x, pairs: self.fits_grouped_gemm(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 8, MAX_SHARED_PAIRS, MAX_SHARED_PAIRS + 1])
+@pytest.mark.parametrize("num_shared", [1, 2, 3])
+@pytest.mark.parametrize("router", ["softmax", "gate", "groups", "sigmoid", "sigmoid gate"])
+def test_shared_expert_in_the_launches_of_routed_ones_gives_the_same_sums(
+    router: str,
+    num_shared: int,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = moe_of(router, num_shared, dtype, device)
+    x = rows_without_ties(part, rows, dtype, device)
+    assert len(x) == rows
+    few = rows * num_shared <= MAX_SHARED_PAIRS
+    assert part.num_shared(x) == (num_shared if x.is_cuda and few else 0)
+    want = with_shared_by_definition(part, x)
+    joins(monkeypatch)
+    assert part.num_shared(x) == (num_shared if few else 0)
+    residual = torch.randn_like(x)
+    out, left = part(x, residual)
+    assert left is residual and isinstance(out, ExpertOutputs if few else Tensor)
+    for got in (combined(out), combined(part(x, None)[0]), combined(part.apart(x))):
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double().cpu(), want, rtol=ERRORS[dtype], atol=ERRORS[dtype])
+
+
+def test_shared_experts_that_have_launches_of_their_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sizes, strides, dtypes, biases, activations and reductions than those of the routed experts."""
+    joins(monkeypatch)
+    part, x = moe_of("softmax", 2, torch.bfloat16, device), torch.randn(3, 64, device=device).bfloat16()
+    shared = part.shared
+    assert shared is not None and part.num_shared(x) == 2
+
+    def linears(inner: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Linear]:
+        shapes = {"gate_up": (2 * inner, 64), "down": (64, inner)}
+        return {name: Linear(torch.randn(shape, device=device).to(dtype), None) for name, shape in shapes.items()}
+
+    off_16_bytes = torch.zeros(64, 260, device=device).bfloat16()[:, :256]
+    changes: tuple[dict[str, Any], ...] = (
+        {"activation": nn.GELU()},
+        {"limit": 7.0},
+        {"down": shared.down._replace(bias=torch.zeros(64, device=device).bfloat16())},
+        {"down": shared.down._replace(weight=off_16_bytes)},
+        {"down": shared.down._replace(reduction=Twice())},
+        linears(192),
+        linears(64),
+        linears(256, torch.float16),
+    )
+    for change in changes:
+        assert dataclasses.replace(part, shared=dataclasses.replace(shared, **change)).num_shared(x) == 0
+    assert dataclasses.replace(part, router=lambda x: part.router(x)).num_shared(x) == 0
+    biased = dataclasses.replace(part.experts, down_bias=torch.zeros(12, 64, device=device).bfloat16())
+    assert dataclasses.replace(part, experts=biased).num_shared(x) == 0
+    too_many = dataclasses.replace(part.router, top_k=31)  # type: ignore[type-var]
+    assert dataclasses.replace(part, router=too_many).num_shared(x) == 0
+    assert dataclasses.replace(part, shared=None).num_shared(x) == 0
+
+
+class Twice(Reduction):
+    """Two ranks with equal partial sums."""
+
+    size = 2
+
+    def sum(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x], -1)
+
+
+def test_shared_expert_in_the_launches_of_routed_ones_is_reduced_with_them(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joins(monkeypatch)
+    whole, x = moe_of("sigmoid", 1, torch.bfloat16, device), torch.randn(5, 64, device=device).bfloat16()
+    assert whole.shared is not None
+    reduction = Twice()
+    divided = MoE(
+        whole.router,
+        dataclasses.replace(whole.experts, reduction=reduction),
+        dataclasses.replace(whole.shared, down=whole.shared.down._replace(reduction=reduction)),
+    )
+    assert divided.num_shared(x) == 1
+    out, residual = divided(x, x)
+    assert isinstance(out, PartialSum) and out.reduction is reduction and residual is x
+    assert torch.equal(out.partial, combined(whole(x, None)[0]))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_shared", "changes"),
+    [
+        ("dots1", 2, {"hidden_size": 128}),
+        ("qwen2_moe", 2, {"shared_expert_intermediate_size": 128}),
+        ("granitemoeshared", 1, {"intermediate_size": 64, "shared_intermediate_size": 64}),
+        ("ernie4_5_moe", 0, {"hidden_size": 128}),
+    ],
+)
+def test_shared_experts_of_models_in_the_launches_of_routed_ones(
+    model_type: str,
+    num_shared: int,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ERNIE routes without `moe_route`."""
+    folder = stirred(save_random_model(tmp_path / "model", model_type, initializer_range=0.1, **changes))
+    options = ModelOptions(max_len=64, num_pages=8, page_size=8, dtype=torch.bfloat16, device=device)
+    layers = open_language_model(str(folder), options).decoder.layers
+    parts = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, MoE)]
+    assert parts
+    joins(monkeypatch)
+    for part in parts:
+        x = torch.randn(6, part.experts.gate_up.shape[1], device=device).bfloat16()
+        assert part.num_shared(x) == num_shared
+        got, want = (combined(out).double() for out in (part(x, None)[0], part.apart(x)))
+        errors = (got - want).norm(dim=1) / want.norm(dim=1)
+        assert errors.median() <= 1e-2  # rows with a tie may go to other experts
 
 
 # --- choices

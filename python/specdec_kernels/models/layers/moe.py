@@ -6,6 +6,7 @@ others each time it is replayed.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -19,7 +20,7 @@ from ...ops import Routing, moe_grouped_gemm, moe_route, silu_and_mul
 from .fp8 import FP8, GROUP, fake_quantize, quantize_activations
 from .linear import Linear
 from .mlp import Activation, FeedForward, GatedMLP, gated
-from .outputs import ExpertOutputs, LayerOutput, PartialSum
+from .outputs import ExpertOutputs, LayerOutput, PartialSum, combined
 from .quantized import Fp8Weight, dequantize_weight, groups_of
 from .reduction import LOCAL, Reduction, reduction_of
 
@@ -30,6 +31,16 @@ GEMM_INS, GEMM_OUTS = 64, 16  # `moe_grouped_gemm` takes multiples of them, in 1
 # on an H200 in 0.9 of its time: it reads a weight again for every 32 rows, which next to no expert has where the mean
 # is half of that.
 FEW_ROWS = 16
+# Up to this many pairs of a row and a shared expert, shared experts are multiplied in the launches of the routed ones, on
+# an H200 in 0.81 to 1.00 of the layer's time. These launches read a shared expert once per 8 rows (mostly from the L2),
+# a GEMM of its own once.
+MAX_SHARED_PAIRS = 16
+
+
+def has_aligned_rows(weight: Tensor) -> bool:
+    """Return whether rows are contiguous and start on 16 bytes."""
+    row_bytes = weight.stride(0) * weight.element_size()
+    return weight.stride(1) == 1 and row_bytes % STRIDE_BYTES == 0 and weight.data_ptr() % STRIDE_BYTES == 0
 
 
 def routing_of(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
@@ -47,13 +58,6 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(x.float(), weight.float())
 
 
-def can_use_moe_route(scores: Tensor, top_k: int, n_group: int = 1) -> bool:
-    """Return whether `moe_route` takes scores [T, experts], and is faster than torch."""
-    rows, experts = scores.shape
-    fits = experts <= MAX_EXPERTS and top_k <= MAX_TOP_K and rows * top_k <= MAX_PAIRS
-    return scores.is_cuda and fits and (n_group == 1 or n_group <= min(MAX_GROUPS, experts // 2))
-
-
 class Router(Protocol):
     """Chooses the experts of each row."""
 
@@ -61,8 +65,46 @@ class Router(Protocol):
         """Return the routing of rows [T, H]."""
 
 
+class TopKRouter(Router):
+    """A router by `moe_route`, which adds shared experts, or by torch."""
+
+    top_k: int
+
+    def __call__(self, x: Tensor, num_shared: int = 0, shared_gate: Tensor | None = None) -> Routing:
+        """Return the routing of rows [T, H], with shared experts as `moe_route` adds them.
+
+        Args:
+            x: the rows.
+            num_shared: shared experts. If there are any, `moe_route` is used on every device, and sizes must fit it.
+            shared_gate: scores [T, 1] of their gate; None: they have none.
+        """
+        scores = self.scores(x)
+        if num_shared or (scores.is_cuda and self.fits_moe_route(*scores.shape)):
+            gate = None if shared_gate is None else shared_gate.to(scores.dtype)
+            return moe_route(scores, self.top_k, num_shared=num_shared, shared_gate=gate, **self.options())
+        return self.by_torch(scores)
+
+    def fits_moe_route(self, rows: int, experts: int, num_shared: int = 0) -> bool:
+        """Return whether `moe_route` takes such sizes."""
+        columns, n_group = self.top_k + num_shared, self.options().get("n_group", 1)
+        fits = experts + num_shared <= MAX_EXPERTS and columns <= MAX_TOP_K and rows * columns <= MAX_PAIRS
+        return fits and (n_group == 1 or n_group <= min(MAX_GROUPS, experts // 2))
+
+    @abstractmethod
+    def scores(self, x: Tensor) -> Tensor:
+        """Return the scores [T, experts] of rows [T, H]."""
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """Return the options of `moe_route`."""
+
+    @abstractmethod
+    def by_torch(self, scores: Tensor) -> Routing:
+        """Return the routing by scores where `moe_route` does not apply, as on a CPU, where torch is faster."""
+
+
 @dataclass(frozen=True)
-class SoftmaxRouter(Router):
+class SoftmaxRouter(TopKRouter):
     """Top-k of a softmax over experts.
 
     Routing weights are the probabilities. With `norm_topk_prob` they are divided by their sum, which makes them the
@@ -73,18 +115,20 @@ class SoftmaxRouter(Router):
     top_k: int
     norm_topk_prob: bool
 
-    def __call__(self, x: Tensor) -> Routing:
-        scores = self.gate(x)
-        num_experts = scores.shape[1]
-        if can_use_moe_route(scores, self.top_k):
-            return moe_route(scores, self.top_k, renormalize=self.norm_topk_prob)
+    def scores(self, x: Tensor) -> Tensor:
+        return self.gate(x)
+
+    def options(self) -> dict[str, Any]:
+        return {"renormalize": self.norm_topk_prob}
+
+    def by_torch(self, scores: Tensor) -> Routing:
         weights, experts = scores.softmax(-1, dtype=torch.float32).topk(self.top_k)
         weights = weights / weights.sum(-1, keepdim=True) if self.norm_topk_prob else weights
-        return routing_of(experts, weights, num_experts)
+        return routing_of(experts, weights, scores.shape[1])
 
 
 @dataclass(frozen=True)
-class GroupedSoftmaxRouter(Router):
+class GroupedSoftmaxRouter(TopKRouter):
     """Top-k of a softmax over experts, from the groups with the best expert each.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.2.2.
@@ -96,28 +140,25 @@ class GroupedSoftmaxRouter(Router):
     topk_group: int
     routed_scaling_factor: float
 
-    def __call__(self, x: Tensor) -> Routing:
-        logits = router_logits(x, self.weight)
-        if can_use_moe_route(logits, self.top_k, self.n_group):
-            return moe_route(
-                logits,
-                self.top_k,
-                scale=self.routed_scaling_factor,
-                n_group=self.n_group,
-                topk_group=self.topk_group,
-            )
-        scores = logits.softmax(-1)
+    def scores(self, x: Tensor) -> Tensor:
+        return router_logits(x, self.weight)
+
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.routed_scaling_factor, "n_group": self.n_group, "topk_group": self.topk_group}
+
+    def by_torch(self, scores: Tensor) -> Routing:
+        probabilities = scores.softmax(-1)
         if self.topk_group < self.n_group:
-            grouped = scores.view(len(x), self.n_group, -1)
+            grouped = probabilities.view(len(scores), self.n_group, -1)
             best = grouped.amax(-1).topk(self.topk_group).indices
             chosen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
-            scores = grouped.masked_fill(~chosen[..., None], 0).flatten(1)
-        weights, experts = scores.topk(self.top_k)
-        return routing_of(experts, weights * self.routed_scaling_factor, len(self.weight))
+            probabilities = grouped.masked_fill(~chosen[..., None], 0).flatten(1)
+        weights, experts = probabilities.topk(self.top_k)
+        return routing_of(experts, weights * self.routed_scaling_factor, scores.shape[1])
 
 
 @dataclass(frozen=True)
-class SigmoidRouter(Router):
+class SigmoidRouter(TopKRouter):
     """Top-k by sigmoid scores plus a correction bias, from the best groups of experts; by default all are one group.
 
     A group's score is the sum of its two best experts'. Routing weights are the scores without the bias. Source:
@@ -133,31 +174,32 @@ class SigmoidRouter(Router):
     routed_scaling_factor: float = 1.0
     eps: float = 1e-20  # added to the sum by which weights are divided
 
-    def __call__(self, x: Tensor) -> Routing:
-        logits = router_logits(x, self.weight)
-        if can_use_moe_route(logits, self.top_k, self.n_group):
-            return moe_route(
-                logits,
-                self.top_k,
-                renormalize=self.norm_topk_prob,
-                activation="sigmoid",
-                bias=self.e_score_correction_bias.float(),
-                scale=self.routed_scaling_factor,
-                eps=self.eps,
-                n_group=self.n_group,
-                topk_group=self.topk_group,
-            )
-        scores = logits.sigmoid()
-        grouped = (scores + self.e_score_correction_bias).view(len(x), self.n_group, -1)
+    def scores(self, x: Tensor) -> Tensor:
+        return router_logits(x, self.weight)
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "renormalize": self.norm_topk_prob,
+            "activation": "sigmoid",
+            "bias": self.e_score_correction_bias.float(),
+            "scale": self.routed_scaling_factor,
+            "eps": self.eps,
+            "n_group": self.n_group,
+            "topk_group": self.topk_group,
+        }
+
+    def by_torch(self, scores: Tensor) -> Routing:
+        sigmoids = scores.sigmoid()
+        grouped = (sigmoids + self.e_score_correction_bias).view(len(scores), self.n_group, -1)
         if self.topk_group < self.n_group:
             best = grouped.topk(2).values.sum(-1).topk(self.topk_group).indices
             chosen = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
             grouped = grouped.masked_fill(~chosen[..., None], -torch.inf)
         experts = grouped.flatten(1).topk(self.top_k).indices
-        weights = scores.gather(1, experts)
+        weights = sigmoids.gather(1, experts)
         if self.norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
-        return routing_of(experts, weights * self.routed_scaling_factor, len(self.weight))
+        return routing_of(experts, weights * self.routed_scaling_factor, scores.shape[1])
 
 
 @dataclass(frozen=True)
@@ -196,12 +238,17 @@ class Experts:
 
         It is "moe_grouped_gemm", "grouped", "gathered" or "all".
         """
-        grouped, pairs = self.has_torch_grouped_mm(x), routing.topk_ids.numel()
-        if x.is_cuda and self.fits_grouped_gemm(x) and (pairs <= FEW_ROWS * len(self.gate_up) or not grouped):
+        pairs = routing.topk_ids.numel()
+        if self.uses_grouped_gemm(x, pairs):
             return "moe_grouped_gemm"
-        if grouped:
+        if self.has_torch_grouped_mm(x):
             return "grouped"
         return "gathered" if pairs <= len(self.gate_up) else "all"
+
+    def uses_grouped_gemm(self, x: Tensor, pairs: int) -> bool:
+        """Return whether `moe_grouped_gemm` multiplies this number of (row, expert) pairs."""
+        few = pairs <= FEW_ROWS * len(self.gate_up)
+        return x.is_cuda and self.fits_grouped_gemm(x) and (few or not self.has_torch_grouped_mm(x))
 
     def fits_grouped_gemm(self, x: Tensor) -> bool:
         """Return whether `moe_grouped_gemm` takes such rows and the weights as they are stored."""
@@ -212,6 +259,19 @@ class Experts:
             if num_experts > MAX_EXPERTS or ins % GEMM_INS or outs % GEMM_OUTS:
                 return False
         return self._has_fused_act(x) and self.activations == "none"
+
+    def num_parts(self, x: Tensor, mlp: GatedMLP) -> int:
+        """Return as how many shared experts `moe_grouped_gemm` takes an MLP as it is stored; 0: not at all."""
+        if not self.fits_grouped_gemm(x) or self.down_bias is not None:
+            return 0
+        if mlp.activation is not None or mlp.limit is not None:
+            return 0
+        for linear in (mlp.gate_up, mlp.down):
+            weight, plain = linear.weight, linear.bias is None and linear.reduction is LOCAL
+            if not isinstance(weight, Tensor) or not plain or weight.dtype != x.dtype or not has_aligned_rows(weight):
+                return 0
+        parts, rest = divmod(mlp.down.weight.shape[1], self.down.shape[1])
+        return 0 if rest else parts
 
     def _has_fused_act(self, x: Tensor) -> bool:
         silu = self.act is silu_and_mul and self.gate_up_bias is None
@@ -234,15 +294,20 @@ class Experts:
     def by_grouped_gemm(self, x: Tensor, routing: Routing) -> Tensor:
         return self.expert_outputs(x, routing).combine()
 
-    def expert_outputs(self, x: Tensor, routing: Routing) -> ExpertOutputs:
-        """Return the experts' outputs before they are summed, by `moe_grouped_gemm`."""
-        outputs = self._grouped_gemm("down", self._grouped_gemm("gate_up", x, routing), routing)
+    def expert_outputs(self, x: Tensor, routing: Routing, shared: GatedMLP | None = None) -> ExpertOutputs:
+        """Return the experts' outputs before they are summed, by `moe_grouped_gemm`.
+
+        The routing may have shared experts: the `num_parts` of the MLP `shared`.
+        """
+        outputs = self._grouped_gemm("gate_up", x, routing, shared)
+        outputs = self._grouped_gemm("down", outputs, routing, shared)
         outputs = outputs if self.down_bias is None else outputs + self.down_bias[routing.topk_ids.flatten()]
         return ExpertOutputs(outputs, routing.topk_weights)
 
-    def _grouped_gemm(self, part: str, rows: Tensor, routing: Routing) -> Tensor:
+    def _grouped_gemm(self, part: str, rows: Tensor, routing: Routing, shared: GatedMLP | None) -> Tensor:
         """Multiply each pair's row by the "gate_up" or "down" of its expert."""
-        return grouped_gemm(part, rows, getattr(self, part), routing, rows.dtype)
+        weight = None if shared is None else getattr(shared, part).weight
+        return grouped_gemm(part, rows, getattr(self, part), routing, rows.dtype, shared_weight=weight)
 
     def by_torch_grouped_mm(self, x: Tensor, routing: Routing) -> Tensor:
         order, ends, top_k = routing.sorted_pairs, routing.expert_ends, routing.topk_ids.shape[1]
@@ -319,7 +384,11 @@ class Fp8Experts(Experts):
                 return False
         return self._has_fused_act(x)
 
-    def _grouped_gemm(self, part: str, rows: Tensor, routing: Routing) -> Tensor:
+    def num_parts(self, x: Tensor, mlp: GatedMLP) -> int:
+        return 0
+
+    def _grouped_gemm(self, part: str, rows: Tensor, routing: Routing, shared: GatedMLP | None) -> Tensor:
+        assert shared is None
         dtype, x_scales = rows.dtype, None
         if self.activations != "none":
             rows, x_scales = quantize_activations(rows, self.activations)
@@ -431,23 +500,26 @@ class QuantizedExperts(nn.Module):
         return self.experts()(hidden_states, routing_of(top_k_index, top_k_weights.float(), self.num_experts))
 
 
-def grouped_gemm(
-    part: str, rows: Tensor, weight: Tensor, routing: Routing, dtype: torch.dtype, **scales: Any
-) -> Tensor:
+def grouped_gemm(part: str, rows: Tensor, weight: Tensor, routing: Routing, dtype: torch.dtype, **more: Any) -> Tensor:
     """Run `moe_grouped_gemm` for the "gate_up" or, after it, the "down" [experts, in, out] of each pair's expert.
 
-    The output is not cleared first, since the routing has each pair once.
+    The output is not cleared first, since the routing has each pair once. `more` has the weight of shared experts, or
+    scales.
     """
     gated = part == "gate_up"
     pairs, ends = routing.sorted_pairs, routing.expert_ends
     out = torch.empty(len(pairs), weight.shape[2] // (2 if gated else 1), dtype=dtype, device=rows.device)
-    moe_grouped_gemm(rows, weight.mT, pairs, ends, gated=gated, routing_ready=not gated, out=out, **scales)
+    moe_grouped_gemm(rows, weight.mT, pairs, ends, gated=gated, routing_ready=not gated, out=out, **more)
     return out
 
 
 @dataclass(frozen=True)
 class MoE(FeedForward):
-    """Routed experts and, if any, a shared expert that all rows pass, with a gate of its own."""
+    """Routed experts and, if any, a shared expert that all rows pass, with a gate of its own.
+
+    For few rows on a GPU the shared expert costs no launches: `moe_grouped_gemm` multiplies it as one or several more
+    experts of all rows, whose weight is the sigmoid of its gate. Their outputs are summed in float32.
+    """
 
     router: Router
     experts: Experts
@@ -462,16 +534,33 @@ class MoE(FeedForward):
             object.__setattr__(self, "shared", replace(self.shared, down=down))
 
     def __call__(self, normed: Tensor, residual: Tensor | None) -> tuple[LayerOutput, Tensor | None]:
+        num_shared = self.num_shared(normed)
+        out = self.together(normed, num_shared) if num_shared else self.apart(normed)
         if (reduction := self.experts.reduction) is not LOCAL:
-            partial = self._outputs(normed, self.router(normed))
-            return PartialSum(partial, reduction), residual
-        routing = self.router(normed)
-        if residual is not None and self.shared is None and self.experts.plan(normed, routing) == "moe_grouped_gemm":
-            return self.experts.expert_outputs(normed, routing), residual
-        return self._outputs(normed, routing), residual
+            return PartialSum(combined(out), reduction), residual
+        return combined(out) if residual is None else out, residual
 
-    def _outputs(self, normed: Tensor, routing: Routing) -> Tensor:
-        """Return the sum of the experts' outputs, the shared one's included."""
+    def num_shared(self, x: Tensor) -> int:
+        """Return as how many experts the shared one joins the launches of the routed ones; 0: it has its own."""
+        if self.shared is None or not isinstance(self.router, TopKRouter) or len(x) > MAX_SHARED_PAIRS:
+            return 0
+        if not self.experts.uses_grouped_gemm(x, len(x) * self.router.top_k):
+            return 0
+        parts = self.experts.num_parts(x, self.shared)
+        fits = self.router.fits_moe_route(len(x), len(self.experts.gate_up), parts)
+        return parts if fits and len(x) * parts <= MAX_SHARED_PAIRS else 0
+
+    def together(self, normed: Tensor, num_shared: int) -> ExpertOutputs:
+        """Return the outputs of routed experts, and of the shared one as `num_shared` more of them."""
+        assert isinstance(self.router, TopKRouter)
+        gate = None if self.shared_gate is None else self.shared_gate(normed)
+        return self.experts.expert_outputs(normed, self.router(normed, num_shared, gate), self.shared)
+
+    def apart(self, normed: Tensor) -> Tensor | ExpertOutputs:
+        """Return the outputs of routed experts, or the sum of these and of the shared one's, which has own launches."""
+        routing = self.router(normed)
+        if self.shared is None and self.experts.plan(normed, routing) == "moe_grouped_gemm":
+            return self.experts.expert_outputs(normed, routing)
         out = self.experts(normed, routing)
         if self.shared is not None:
             shared = self.shared.output(normed)
