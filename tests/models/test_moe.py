@@ -23,6 +23,7 @@ from specdec_kernels.models.layers.linear import Linear
 from specdec_kernels.models.layers.mlp import GatedMLP
 from specdec_kernels.models.layers.moe import (
     FEW_ROWS,
+    MAX_ROUTER_ROWS,
     MAX_SHARED_PAIRS,
     Experts,
     GroupedSoftmaxRouter,
@@ -32,6 +33,7 @@ from specdec_kernels.models.layers.moe import (
     SigmoidRouter,
     SoftmaxRouter,
     TopKRouter,
+    router_logits,
     routing_of,
 )
 from specdec_kernels.models.layers.outputs import ExpertOutputs, PartialSum, combined, select_rows
@@ -389,6 +391,15 @@ def test_shared_experts_of_models_in_the_launches_of_routed_ones(
 
 
 # --- choices
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, MAX_ROUTER_ROWS, MAX_ROUTER_ROWS + 1])
+def test_router_logits_are_not_rounded(rows: int, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight = (torch.randn(n, 256, device=device).to(dtype) for n in (rows, 60))
+    logits = router_logits(x, weight)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-4)
 
 
 def test_the_softmax_router_takes_the_most_probable(device: torch.device) -> None:

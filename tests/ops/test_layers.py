@@ -365,6 +365,9 @@ def test_small_m_gemm_matches_reference(
         assert out[:, outs:].isnan().all()
         if rows:
             check(out[:, :outs], reference.small_m_gemm(x, weight, bias))
+        unrounded = torch.full((rows, outs + 8), torch.nan, device=device)
+        sd.small_m_gemm(x, weight, bias, out=unrounded[:, :outs], plan=plan)
+        assert unrounded[:, outs:].isnan().all() and torch.equal(unrounded.to(dtype)[:, :outs], out[:, :outs])
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -609,6 +612,7 @@ def test_small_m_gemm_of_int4_error_messages(changes: dict[str, torch.Tensor], m
         ),
         ({"x": torch.zeros(2, 192).to(torch.float8_e4m3fn)}, "in_features is 192, expected a multiple of 128"),
         ({"weight": torch.zeros(8, 256).to(torch.float8_e4m3fn)}, "out_features is 8, expected a multiple of 16"),
+        ({"out": torch.zeros(2, 16)}, "out is float32, expected float16 or bfloat16"),
     ],
 )
 def test_small_m_gemm_of_fp8_error_messages(changes: dict[str, torch.Tensor], message: str) -> None:

@@ -54,8 +54,11 @@ void small_m_gemm(CallStream stream, const TensorView& x, const TensorView& weig
   for (const auto& [name, tensor] : {std::pair{"x", &x}, {"weight", &weight}})
     check.that(copy_unit({tensor}) == 16, name, "has rows off 16 bytes", "rows that start on 16 bytes");
   N.value = gated ? W / 2 : W;
-  check.strided_output("out", out, {M, N}, is_fp8 ? kFloat16 | kBFloat16 : dtype_of(x));
-  const Dtypes dtype = dtype_of(out);
+  check.strided_output("out", out, {M, N},
+                       is_fp8   ? kFloat16 | kBFloat16
+                       : scaled ? dtype_of(x)
+                                : dtype_of(x) | kFloat32);
+  const Dtypes dtype = is_fp8 ? dtype_of(out) : dtype_of(x);
   check.tensor("bias", bias, {W}, dtype);
   if (is_fp8) check.strided("x_scales", *x_scales, {G, M}, kFloat32);
   if (scaled) {
@@ -80,6 +83,7 @@ void small_m_gemm(CallStream stream, const TensorView& x, const TensorView& weig
       .weight_stride = weight.stride(0),
       .y_stride = out.stride(0),
       .dtype = dtype,
+      .float32_y = dtype_of(out) == kFloat32,
       .bits = is_fp8    ? 8
               : is_int4 ? 4
                         : 16,
@@ -127,9 +131,8 @@ void gemm_rows(const SmallMGemmParams& p, const Weight& weight) {
       }
       return p.bias ? total + to_float(static_cast<const T*>(p.bias)[n]) : total;
     };
-    auto* y = static_cast<T*>(p.y) + row * p.y_stride;
-    for (int64_t n = 0; n < p.out; ++n)
-      y[n] = from_float<T>(p.gated ? silu_mul(product(n), product(p.out + n)) : product(n));
+    void* const y = p.y_row(row);
+    for (int64_t n = 0; n < p.out; ++n) p.put<T>(y, n, p.gated ? silu_mul(product(n), product(p.out + n)) : product(n));
   }
 }
 

@@ -65,7 +65,7 @@ class TileSums {
       if (r >= p.rows || n >= p.out) continue;
       float value = total<T>(p, i / outs, i % outs, n);
       if (p.gated) value = silu_mul(value, total<T>(p, i / outs, kTile / 2 + i % outs, p.out + n));
-      static_cast<T*>(p.y)[r * p.y_stride + n] = from_float<T>(value);
+      p.put<T>(p.y_row(r), n, value);
     }
   }
 

@@ -47,6 +47,7 @@ struct SmallMGemmParams {
   int64_t rows, in, out;
   int64_t x_stride, weight_stride, y_stride;  // between rows, in elements
   Dtypes dtype;                               // of bias and y, and of x and weight unless they have scales
+  bool float32_y;                             // y is float32, whatever dtype is
   int bits;                                   // per weight element: 16, 8 or 4
   // Each may be null. x_scales: [groups, rows] of FP8 x. weight_scales: [groups, weight rows] of an FP8 or INT4 weight;
   // an INT4 weight's are Int4Scale. A group is a whole row or kWeightGroup elements.
@@ -54,6 +55,19 @@ struct SmallMGemmParams {
   int64_t groups, x_scales_stride, weight_scales_stride;
   bool gated;     // y is silu(gate) * up; out is a multiple of 8
   GemmPlan plan;  // the kernel, on a GPU
+
+  // Return a row of y.
+  SD_HD void* y_row(int64_t row) const {
+    return static_cast<char*>(y) + row * y_stride * static_cast<int64_t>(float32_y ? sizeof(float) : 2);
+  }
+  // Write an element of a row of y, of T unless that is float32.
+  template <class T>
+  SD_HD void put(void* row, int64_t at, float value) const {
+    if (float32_y)
+      static_cast<float*>(row)[at] = value;
+    else
+      static_cast<T*>(row)[at] = from_float<T>(value);
+  }
 };
 
 void small_m_gemm(CallStream stream, const TensorView& x, const TensorView& weight, const OptTensor& bias,

@@ -401,19 +401,26 @@ class SmallMGemm : SliceTraits<W> {
   // 2 (lane % 4) and the next one of every eight. Everything is computed up front, because code that runs once stalls
   // on instruction fetches.
   struct OutputPlace {
-    T* y;  // in the first column
-    int64_t stride;
-    int columns;  // columns left, from the first one on
-    bool gated, has_low, has_high;
+    unsigned char* y;  // in the first column
+    int64_t stride;    // in bytes
+    int columns;       // columns left, from the first one on
+    bool gated, has_low, has_high, is_float32;
     float low_bias, high_bias;
 
     __device__ void put(int column, float low, float high) const {
       if (column >= columns) return;
-      T* const to = y + column * stride;
+      unsigned char* const to = y + column * stride;
       low += low_bias, high += high_bias;
       if (gated) low = layers::silu_mul(low, high);
-      if (has_low) to[0] = from_float<T>(low);
-      if (has_high) to[8] = from_float<T>(high);
+      if (is_float32)
+        store(reinterpret_cast<float*>(to), low, high);
+      else
+        store(reinterpret_cast<T*>(to), low, high);
+    }
+    template <class Y>
+    __device__ void store(Y* to, float low, float high) const {
+      if (has_low) to[0] = from_float<Y>(low);
+      if (has_high) to[8] = from_float<Y>(high);
     }
   };
   __device__ OutputPlace place(int tile, int odd) const {
@@ -424,12 +431,14 @@ class SmallMGemm : SliceTraits<W> {
     const int64_t out = p.gated ? first / 2 + warp * 8 + lane / 4 : first + row, high = p.gated ? p.out + out : out + 8;
     const bool has_low = row < w_.tile_rows && out < p.out, has_high = row + 8 < w_.tile_rows && out + 8 < p.out;
     const T* const bias = static_cast<const T*>(p.bias);
-    return {.y = static_cast<T*>(p.y) + column * p.y_stride + out,
-            .stride = p.y_stride,
+    const int64_t y_bytes = p.float32_y ? sizeof(float) : sizeof(T);
+    return {.y = static_cast<unsigned char*>(p.y) + (column * p.y_stride + out) * y_bytes,
+            .stride = p.y_stride * y_bytes,
             .columns = static_cast<int>(p.rows) - column,
             .gated = p.gated,
             .has_low = has_low,
             .has_high = has_high && !p.gated,
+            .is_float32 = p.float32_y,
             .low_bias = bias && has_low ? to_float(bias[out]) : 0,
             .high_bias = bias && (p.gated ? has_low : has_high) ? to_float(bias[high]) : 0};
   }
@@ -632,7 +641,7 @@ void wgmma_small_m_gemm(const SmallMGemmParams& all, Stream stream) {
     for (int64_t first = 0; first < all.rows; first += kMost) {
       SmallMGemmParams part = all;
       part.x = static_cast<const X*>(all.x) + first * all.x_stride;
-      part.y = static_cast<T*>(all.y) + first * all.y_stride;
+      part.y = all.y_row(first);
       if (all.x_scales) part.x_scales = all.x_scales + first;
       part.rows = std::min<int64_t>(all.rows - first, kMost);
       start_part.template operator()<T, W, kMost>(part);

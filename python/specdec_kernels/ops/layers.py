@@ -189,7 +189,7 @@ def small_m_gemm(
         x: [M, K] float16 or bfloat16, at most 262144 rows, K a multiple of 64. With x_scales float8_e4m3fn.
         weight: [N, K]; rows of x and weight may be strided, and are aligned to 16 bytes. Gated: [2 * N, K], gate rows,
             then up rows, N a multiple of 8.
-        bias: one element per weight row, of out's dtype, or None.
+        bias: one element per weight row, of x's dtype, with x_scales of out's, or None.
         x_scales: [G, M] float32, the scales of FP8 x as `quantize_fp8` returns them: one group per row or per 128
             elements, each aligned to 16 bytes. FP8 needs a Hopper GPU, K a multiple of 128 and N of 16; out is bfloat16
             unless a float16 out is given.
@@ -199,7 +199,7 @@ def small_m_gemm(
         gated: return silu(gate) * up, as `silu_and_mul` would, rounded once.
         plan: force a kernel, for tests and benchmarks: "sm80.mma", or on Hopper "sm90.wgmma", the default there unless
             rows of `x` or `weight` overlap. FP8 and INT4 weights need "sm90.wgmma".
-        out: preallocated result.
+        out: preallocated result, of x's dtype or, without scales, float32.
         stream: CUDA stream; None: the current one.
 
     Returns:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...ops import Routing, moe_grouped_gemm, moe_route, silu_and_mul
+from ... import _C
+from ...ops import Routing, moe_grouped_gemm, moe_route, silu_and_mul, small_m_gemm
 from .fp8 import FP8, GROUP, fake_quantize, quantize_activations
 from .linear import Linear
 from .mlp import Activation, FeedForward, GatedMLP, gated
@@ -31,10 +32,10 @@ GEMM_INS, GEMM_OUTS = 64, 16  # `moe_grouped_gemm` takes multiples of them, in 1
 # on an H200 in 0.9 of its time: it reads a weight again for every 32 rows, which next to no expert has where the mean
 # is half of that.
 FEW_ROWS = 16
-# Up to this many pairs of a row and a shared expert, shared experts are multiplied in the launches of the routed ones, on
-# an H200 in 0.81 to 1.00 of the layer's time. These launches read a shared expert once per 8 rows (mostly from the L2),
-# a GEMM of its own once.
 MAX_SHARED_PAIRS = 16
+# Up to this many rows and elements of the weight, a router's float32 scores come from `small_m_gemm`, which reads the
+# weight while earlier kernels still run.
+MAX_ROUTER_ROWS, MAX_ROUTER_WEIGHT = 16, 2**19
 
 
 def has_aligned_rows(weight: Tensor) -> bool:
@@ -53,6 +54,10 @@ def routing_of(experts: Tensor, weights: Tensor, num_experts: int) -> Routing:
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Return scores [T, experts] in float32 for rows [T, H] and a weight [experts, H], accumulated in float32."""
+    is_small = len(x) <= MAX_ROUTER_ROWS and weight.numel() <= MAX_ROUTER_WEIGHT
+    if is_small and _C.small_m_gemm_plan(x, weight, False) == "sm90.wgmma":
+        scores: Tensor = small_m_gemm(x, weight, out=torch.empty(len(x), len(weight), device=x.device))
+        return scores
     if x.is_cuda and x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(x, weight.mT, out_dtype=torch.float32)
     return functional.linear(x.float(), weight.float())
