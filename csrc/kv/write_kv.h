@@ -63,9 +63,10 @@ void write_kv(CallStream stream, const TensorView& k, const TensorView& v, const
 void write_kv_cpu(const WriteKvParams& p);
 void write_kv_cuda(const WriteKvParams& p, Stream stream);
 
-// The rows that request b writes: `count` rows from `first` of the (packed) input, after the slot's `start` rows.
+// The rows that request b writes: `count` of the `present` rows from `first` of the (packed) input, after the slot's
+// `start` rows.
 struct RowsToWrite {
-  int64_t slot = -1, first = 0, start = 0, count = 0;
+  int64_t slot = -1, first = 0, present = 0, start = 0, count = 0;
   int32_t bits = 0;
 };
 
@@ -73,13 +74,13 @@ SD_HD RowsToWrite rows_to_write(const WriteKvParams& p, int64_t b) {
   RowsToWrite r;
   r.slot = slot_of(p.slots, b, p.num_slots);
   r.first = p.cu_seqlens_q ? p.cu_seqlens_q[b] : 0;
-  const int64_t present = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - r.first : p.q_len;
-  const int64_t count = p.num_valid ? p.num_valid[b] : present;
+  r.present = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] - r.first : p.q_len;
+  const int64_t count = p.num_valid ? p.num_valid[b] : r.present;
   if (r.slot < 0) return r;
   const int32_t status = p.status ? p.status[r.slot] : 0;
   r.start = p.prefix_lens[r.slot];
   if (status & kStalled) return r;
-  if (r.first < 0 || present < 0 || r.first + present > p.q_len || count < 0 || count > present || r.start < 0)
+  if (r.first < 0 || r.present < 0 || r.first + r.present > p.q_len || count < 0 || count > r.present || r.start < 0)
     r.bits = kBadLength;
   else
     r.count = count;

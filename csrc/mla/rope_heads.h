@@ -30,7 +30,7 @@ SD_HD void rope_pair(const RopeHeadsParams& p, int64_t row, int64_t head, int64_
   const int64_t half = p.rope_dim / 2;
   const T* const from = reinterpret_cast<const T*>(p.x + row * p.x_strides[0] + head * p.x_strides[1]);
   T* const to = reinterpret_cast<T*>(p.out + row * p.out_strides[0] + head * p.out_strides[1]);
-  const float* const turn = cos_sin_of(p.cos_sin, p.positions, row, p.num_positions, p.rope_dim);
+  const float* const turn = cos_sin_of(p.cos_sin, p.positions[row], p.num_positions, p.rope_dim);
   const RotatedPair pair = rotated_pair(i, half, p.interleaved);
   const float first = to_float(from[pair.first]), second = to_float(from[pair.second]);
   to[i] = from_float<T>(first * turn[i] - second * turn[half + i]);

@@ -148,7 +148,7 @@ void write_row(const WriteLatentParams& p, int64_t row, const T* from, char* to)
     for (int64_t d = 0; d < p.rope_dim; ++d) store<T>(p, to, p.latent_dim + d, to_float(rope[d]));
     return;
   }
-  const float* const turn = cos_sin_of(p.cos_sin, p.positions, row, p.num_positions, p.rope_dim);
+  const float* const turn = cos_sin_of(p.cos_sin, p.positions[row], p.num_positions, p.rope_dim);
   for (int64_t i = 0; i < half; ++i) {
     const RotatedPair pair = rotated_pair(i, half, p.interleaved);
     const float a = to_float(rope[pair.first]), b = to_float(rope[pair.second]);

@@ -2,8 +2,13 @@
 //
 // A block per row and part: blockIdx.y is 0 for the latent row, 1 for the queries' part. A thread keeps its elements in
 // registers between the sum of squares and the write. Everything is read and written once; a row of 576 elements is
-// one kilobyte, so latency dominates: one memory round trip, then the page table.
+// one kilobyte, so latency dominates. Where a row is written takes four reads that depend on each other (lengths and
+// slot, prefix, page table, owners of the page), one more to find a request among several. Elements, position, cosines
+// and sines arrive meanwhile; no kernel writes the norm weights, so they are read while earlier kernels still run.
 #include <cutlass/fast_math.h>
+
+#include <bit>
+#include <type_traits>
 
 #include "core/pack.cuh"
 #include "core/packed_rows.h"
@@ -27,29 +32,49 @@ __device__ float sum_of_block(float x) {
   return sum;
 }
 
-// Normalize a row by packs of U elements, at most kPerThread of them a thread; emit(d, values) gets each pack.
+// A thread's elements of a row in packs of U, at most kPerThread; zeros after the row's end. Packs are kept as they
+// were loaded, so that nothing waits for them before they are used.
+template <class T, int U, int kPerThread>
+class RowPacks {
+ public:
+  static constexpr int kPacks = kPerThread / U;
+
+  __device__ RowPacks(const T* row, int width) {
+#pragma unroll
+    for (int n = 0; n < kPacks; ++n)
+      loaded_[n] = begin(n) < width ? *reinterpret_cast<const Loaded*>(row + begin(n)) : Loaded{};
+  }
+  // Return the first element of pack n.
+  __device__ static int begin(int n) { return (n * kThreads + static_cast<int>(threadIdx.x)) * U; }
+  __device__ void read(int n, float (&values)[U]) const { unpack(std::bit_cast<Pack<T, U>>(loaded_[n]), values); }
+
+ private:
+  using Loaded = std::conditional_t<sizeof(Pack<T, U>) == sizeof(uint4), uint4, Pack<T, U>>;
+  Loaded loaded_[kPacks];
+};
+
+// Normalize a row; emit(d, values) gets each pack.
 template <class T, int U, int kPerThread, class Emit>
-__device__ void normalize(const T* from, const T* norm, int width, float eps, Emit emit) {
-  float values[kPerThread / U][U], squares = 0;
+__device__ void normalize(const RowPacks<T, U, kPerThread>& row, const RowPacks<T, U, kPerThread>& norm, int width,
+                          float eps, Emit emit) {
+  float squares = 0;
 #pragma unroll
-  for (int n = 0; n < kPerThread / U; ++n) {
-    const int d = (n * kThreads + static_cast<int>(threadIdx.x)) * U;
+  for (int n = 0; n < row.kPacks; ++n) {
+    float values[U];
+    row.read(n, values);
 #pragma unroll
-    for (int u = 0; u < U; ++u) values[n][u] = 0;
-    if (d < width) unpack(*reinterpret_cast<const Pack<T, U>*>(from + d), values[n]);
-#pragma unroll
-    for (int u = 0; u < U; ++u) squares += values[n][u] * values[n][u];
+    for (int u = 0; u < U; ++u) squares += values[u] * values[u];
   }
   const float factor = rsqrtf(sum_of_block(squares) / static_cast<float>(width) + eps);
 #pragma unroll
-  for (int n = 0; n < kPerThread / U; ++n) {
-    const int d = (n * kThreads + static_cast<int>(threadIdx.x)) * U;
-    if (d >= width) break;
-    float weights[U];
-    unpack(*reinterpret_cast<const Pack<T, U>*>(norm + d), weights);
+  for (int n = 0; n < row.kPacks; ++n) {
+    if (row.begin(n) >= width) break;
+    float values[U], weights[U];
+    row.read(n, values);
+    norm.read(n, weights);
 #pragma unroll
-    for (int u = 0; u < U; ++u) values[n][u] *= factor * weights[u];
-    emit(d, values[n]);
+    for (int u = 0; u < U; ++u) values[u] *= factor * weights[u];
+    emit(row.begin(n), values);
   }
 }
 
@@ -61,64 +86,81 @@ __device__ void store(const WriteLatentParams& p, char* to, int64_t d, float val
     reinterpret_cast<T*>(to)[d] = from_float<T>(value);
 }
 
+// A pair of the rotated part, and the cosine and sine of its angle.
+template <class T>
+struct Rotation {
+  T first, second;
+  float cosine, sine;
+};
+
 // U: elements per memory access; kPerThread: elements of a row that a thread holds.
 template <class T, int U, int kPerThread>
 __global__ void __launch_bounds__(kThreads)
     write_latent_kernel(WriteLatentParams p, cutlass::FastDivmod q_len, cutlass::FastDivmod page_size) {
-  begin_kernel();
+  using Packs = RowPacks<T, U, kPerThread>;
   const kv::WriteKvParams& w = p.write;
   const int row = blockIdx.x;
-  int b, j;
-  if (w.cu_seqlens_q) {
-    b = static_cast<int>(request_of_row(w.cu_seqlens_q, w.batch, row));
-    j = b < 0 ? 0 : row - w.cu_seqlens_q[b];
-  } else {
-    q_len(b, j, row);
-  }
-  const int in_request = w.cu_seqlens_q ? row : j;
-  if (blockIdx.y == 1) {
-    const T* const from = reinterpret_cast<const T*>(row_data(p.q, w.cu_seqlens_q ? 0 : b, in_request));
+  const bool packed = w.cu_seqlens_q, is_query = blockIdx.y == 1;
+  const int width = static_cast<int>(is_query ? p.q_width : p.latent_dim);
+  let_next_kernel_start();
+  const Packs norm(static_cast<const T*>(is_query ? p.q_norm : p.norm), width);
+  wait_for_kernels_before();
+
+  int b = 0, j = row;
+  if (!packed) q_len(b, j, row);
+  const T* const from = reinterpret_cast<const T*>(row_data(is_query ? p.q : w.k, b, j));
+  const Packs elements(from, width);
+  if (is_query) {
     T* const out = reinterpret_cast<T*>(p.q_out) + row * p.q_width;
-    normalize<T, U, kPerThread>(
-        from, static_cast<const T*>(p.q_norm), static_cast<int>(p.q_width), p.eps,
-        [&](int d, const float (&values)[U]) { *reinterpret_cast<Pack<T, U>*>(out + d) = pack_of<T>(values); });
+    normalize(elements, norm, width, p.eps,
+              [&](int d, const float (&values)[U]) { *reinterpret_cast<Pack<T, U>*>(out + d) = pack_of<T>(values); });
     return;
   }
 
+  const int32_t position = p.positions ? p.positions[row] : 0;
+
   // The whole block takes the same branches.
+  if (packed && w.batch != 1) b = static_cast<int>(request_of_row(w.cu_seqlens_q, w.batch, row));
   if (b < 0) return;
   const kv::RowsToWrite r = rows_to_write(w, b);
-  if (r.bits && j == 0 && threadIdx.x == 0) set_status(w.status, r.slot, r.bits);
-  if (j >= r.count) return;
-  const kv::KvRow at = find_own_row(w.rows, page_size, r.slot, r.start + w.row_offset + j);
+  const int64_t in_request = packed ? row - r.first : j;
+  if (r.first < 0 || in_request < 0 || in_request >= r.present) return;  // no row of the only request
+  const int thread = threadIdx.x, half = static_cast<int>(p.rope_dim / 2);
+  if (r.bits && in_request == 0 && thread == 0) set_status(w.status, r.slot, r.bits);
+  if (in_request >= r.count) return;
+
+  const T* const rope = from + p.latent_dim;
+  const float* const turn = cos_sin_of(p.cos_sin, position, p.num_positions, p.rope_dim);
+  const auto read_rotation = [&](int i) {
+    const RotatedPair pair = rotated_pair(i, half, p.interleaved);
+    return Rotation<T>{rope[pair.first], rope[pair.second], turn[i], turn[half + i]};
+  };
+  Rotation<T> rotation{};
+  if (p.cos_sin && thread < half) rotation = read_rotation(thread);
+  const kv::KvRow at = find_own_row(w.rows, page_size, r.slot, r.start + w.row_offset + in_request);
   if (at.bits) {
-    if (threadIdx.x == 0) set_status(w.status, r.slot, at.bits);
+    if (thread == 0) set_status(w.status, r.slot, at.bits);
     return;
   }
-  const T* const from = reinterpret_cast<const T*>(row_data(w.k, b, in_request));
   char* const to = row_data(w.k_pool, at);
-  const T* const rope = from + p.latent_dim;
-  const int half = static_cast<int>(p.rope_dim / 2);
   if (p.cos_sin) {
-    const float* const turn = cos_sin_of(p.cos_sin, p.positions, row, p.num_positions, p.rope_dim);
-    for (int i = threadIdx.x; i < half; i += kThreads) {
-      const RotatedPair pair = rotated_pair(i, half, p.interleaved);
-      const float first = to_float(rope[pair.first]), second = to_float(rope[pair.second]);
-      store<T>(p, to, p.latent_dim + i, first * turn[i] - second * turn[half + i]);
-      store<T>(p, to, p.latent_dim + half + i, second * turn[i] + first * turn[half + i]);
+    for (int i = thread; i < half; i += kThreads) {
+      if (i > thread) rotation = read_rotation(i);
+      const float first = to_float(rotation.first), second = to_float(rotation.second);
+      store<T>(p, to, p.latent_dim + i, first * rotation.cosine - second * rotation.sine);
+      store<T>(p, to, p.latent_dim + half + i, second * rotation.cosine + first * rotation.sine);
     }
   } else {
-    for (int d = threadIdx.x; d < p.rope_dim; d += kThreads) store<T>(p, to, p.latent_dim + d, to_float(rope[d]));
+    for (int d = thread; d < p.rope_dim; d += kThreads) store<T>(p, to, p.latent_dim + d, to_float(rope[d]));
   }
-  normalize<T, U, kPerThread>(from, static_cast<const T*>(p.norm), static_cast<int>(p.latent_dim), p.eps,
-                              [&](int d, const float (&values)[U]) {
-                                if (w.quantize) {
+  normalize(elements, norm, width, p.eps, [&](int d, const float (&values)[U]) {
+    if (w.quantize) {
 #pragma unroll
-                                  for (int u = 0; u < U; ++u) store<T>(p, to, d + u, values[u]);
-                                } else {
-                                  *reinterpret_cast<Pack<T, U>*>(to + d * sizeof(T)) = pack_of<T>(values);
-                                }
-                              });
+      for (int u = 0; u < U; ++u) store<T>(p, to, d + u, values[u]);
+    } else {
+      *reinterpret_cast<Pack<T, U>*>(to + d * sizeof(T)) = pack_of<T>(values);
+    }
+  });
 }
 
 }  // namespace

@@ -42,10 +42,8 @@ SD_HD RotatedPair rotated_pair(int64_t i, int64_t half, bool interleaved) {
   return interleaved ? RotatedPair{2 * i, 2 * i + 1} : RotatedPair{i, i + half};
 }
 
-// Return the cosines and sines of a row, clamped to the table.
-SD_HD const float* cos_sin_of(const float* cos_sin, const int32_t* positions, int64_t row, int64_t num_positions,
-                              int64_t rope_dim) {
-  const int64_t position = positions[row];
+// Return the cosines and sines of a position, clamped to the table.
+SD_HD const float* cos_sin_of(const float* cos_sin, int64_t position, int64_t num_positions, int64_t rope_dim) {
   return cos_sin + (position < 0 ? 0 : position < num_positions ? position : num_positions - 1) * rope_dim;
 }
 

@@ -117,6 +117,36 @@ def test_rows_without_a_page_of_their_own_are_skipped(device: torch.device) -> N
     assert torch.equal(arguments["kv_pool"], before)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "written", "bits"),
+    [
+        ([0, 6], 6, 0),
+        ([1, 4], 3, 0),
+        ([2, 2], 0, 0),
+        ([-1, 3], 0, 0),
+        ([4, 3], 0, 0),
+        ([4, 7], 0, Status.BAD_LENGTH),  # there are 6 rows
+    ],
+    ids=str,
+)
+def test_rows_of_one_packed_request_are_its_own(
+    bounds: list[int], written: int, bits: int, device: torch.device
+) -> None:
+    x, slots = torch.randn(6, 48, device=device), int32([1]).to(device)
+    pool = torch.full((4, 4, 48), torch.nan, device=device)
+    table, prefix = int32([[-1, -1], [3, 1]]).to(device), int32([9, 1]).to(device)
+    status = int32([0, 0]).to(device)
+    sd.write_latent(
+        x, torch.ones(32, device=device), pool, table, prefix,
+        slots=slots, cu_seqlens_q=int32(bounds).to(device), status=status,
+    )  # fmt: skip
+    assert status.tolist() == [0, bits]
+    rows = torch.cat([pool[3], pool[1]])  # of slot 1
+    assert torch.equal(rows[1 : 1 + written, 32:], x[bounds[0] : bounds[0] + written, 32:])
+    rows[1 : 1 + written] = torch.nan
+    assert rows.isnan().all() and pool[[0, 2]].isnan().all()
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "heads", "rope"), [(1, 1, 2), (5, 16, 64), (300, 20, 64), (3, 7, 6), (0, 4, 16)])

@@ -208,7 +208,8 @@ def write_latent(
     """Normalize the latent part of each row, rotate the rest, and write the row to its page.
 
     Fuses everything between a layer's first projection and its latent cache. Rows are written as by `write_kv`. With
-    `q`, what queries are made of is normalized in the same launch.
+    `q`, what queries are made of is normalized in the same launch. On a GPU the op reads `norm` and `q_norm` before the
+    previous kernel on the stream has finished: that kernel must not write them.
 
     Args:
         x: [B, Q, latent_dim + rope_dim], or packed [T, latent_dim + rope_dim] with cu_seqlens_q; float32, float16 or
