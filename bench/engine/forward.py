@@ -35,7 +35,7 @@ PAGE_SIZE = 16
 ACCEPTED = 4  # nodes of a tree
 # Parts of a kernel's name by its kind, the first that fits; other kernels count as GEMMs.
 KINDS = {
-    "gemm": ("small_m_gemm", "moe_grouped_gemm"),
+    "gemm": ("small_m_gemm", "small_m_bmm", "moe_grouped_gemm"),
     "tree_attention": ("attention", "mla::"),
     "add_rms_norm": ("add_rms_norm",),
     "quantize_fp8": ("quantize_",),

@@ -159,6 +159,14 @@ void Check::strided(const char* name, const TensorView& t, Shape shape, Dtypes d
   common(name, t, shape, dtypes, -1);
 }
 
+void Check::matrices(const char* name, const TensorView& t, Shape shape, Dtypes dtypes) {
+  const int ndim = static_cast<int>(t.ndim());
+  common(name, t, shape, dtypes, ndim);
+  if (t.stride(ndim - 1) != 1 && t.stride(ndim - 2) != 1)
+    fail(name, "has shape " + shape_of(t) + " and is contiguous in neither of its last two dimensions",
+         "a stride of 1 in one of them");
+}
+
 void Check::output(const char* name, const TensorView& t, Shape shape, Dtypes dtypes) {
   common(name, t, shape, dtypes, 0);
   if (t.read_only) fail(name, "is read-only", "a writable tensor");

@@ -86,6 +86,8 @@ class Check {
   void tensor(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
   // Like tensor(), but only the last dimension must be contiguous.
   void strided(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
+  // Like tensor(), but only one of the last two dimensions must be contiguous.
+  void matrices(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
   // Like tensor(), for a tensor that the op writes.
   void output(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);
   void strided_output(const char* name, const TensorView& t, Shape shape, Dtypes dtypes);

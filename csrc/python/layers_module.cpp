@@ -1,5 +1,6 @@
 // Binds the ops of csrc/layers. `specdec_kernels.ops` documents the arguments.
 #include "layers/activation/silu_and_mul.h"
+#include "layers/gemm/small_m_bmm.h"
 #include "layers/gemm/small_m_gemm.h"
 #include "layers/moe/moe_combine.h"
 #include "layers/moe/moe_grouped_gemm.h"
@@ -28,6 +29,8 @@ void add_layers(py::module_& m) {
   def_op<&silu_and_mul>(m, "silu_and_mul", "stream x out", "compute silu(gate) * up (SwiGLU)");
   def_op<&small_m_gemm>(m, "small_m_gemm", "stream x weight bias x_scales weight_scales gated plan out",
                         "multiply a few rows by a weight: GEMM for small M");
+  def_op<&small_m_bmm>(m, "small_m_bmm", "stream x weight out",
+                       "multiply a few rows of heads by the heads' weights: batched GEMM for small M");
   def_op<&small_m_gemm_plan>(m, "small_m_gemm_plan", "x weight gated",
                              "return the name of the fastest GEMM for these tensors");
   def_op<&small_m_gemm_plan_of_sizes>(m, "small_m_gemm_plan_of_sizes", "rows outs ins bits gated has_wgmma",

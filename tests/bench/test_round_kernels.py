@@ -85,6 +85,7 @@ def test_gemms_alone_are_those_of_layers_of_attention_and_an_mlp(shape: str, per
     ("kernel", "kind"),
     [
         ("specdec::layers::wgmma_small_m_gemm_kernel<specdec::BFloat16, 64>", "gemm"),
+        ("specdec::layers::small_m_bmm_kernel<specdec::BFloat16, true, 1>", "gemm"),
         ("nvjet_sm90_tst_128x128_64x6_2x1_v_badd_TNT", "gemm"),
         ("specdec::attention::wgmma_kernel<specdec::attention::Rows>", "tree_attention"),
         ("specdec::mla::wgmma_kernel<specdec::mla::Tile>", "tree_attention"),

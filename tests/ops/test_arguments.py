@@ -124,7 +124,7 @@ def array_leaves(value: Any) -> list[Any]:
     return [leaf for part in value for leaf in array_leaves(part)] if isinstance(value, tuple) else [value]
 
 
-NO_NUMPY_DTYPE = {"small_m_gemm", "dequantize", "moe_grouped_gemm", "quantize_fp8"}  # bfloat16 or float8
+NO_NUMPY_DTYPE = {"small_m_gemm", "small_m_bmm", "dequantize", "moe_grouped_gemm", "quantize_fp8"}  # bfloat16 or float8
 
 
 @pytest.mark.parametrize("op", [op for op in public_ops() if native_halves(op) and op not in NO_NUMPY_DTYPE])

@@ -131,6 +131,13 @@ def calls(op: str, device: torch.device, seed: int = 3) -> list[tuple[tuple[Any,
             ((floats(3, 64, dtype=torch.bfloat16), floats(48, 64, dtype=torch.bfloat16)), options)
             for options in ({}, {"gated": True}, {"bias": floats(48, dtype=torch.bfloat16)})
         ],
+        "small_m_bmm": lambda: [
+            ((floats(3, 2, 32, dtype=torch.bfloat16), weight), {})
+            for weight in (
+                floats(2, 32, 48, dtype=torch.bfloat16),
+                floats(2, 48, 32, dtype=torch.bfloat16).mT,
+            )
+        ],
         "dequantize": lambda: [
             ((ints(3, 64, high=256).to(torch.uint8), floats(2, 3)), options) for options in ({}, {"dtype": "float32"})
         ],

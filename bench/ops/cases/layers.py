@@ -15,6 +15,7 @@ from ..harness import Baseline, Case, Params, Work
 from .kv import KV_HEADS, PAGE_SIZE, slots_of_rows
 
 Q_HEADS, HEAD_DIM = 32, 128
+NOPE, ROPE, LATENT, V_DIM = 192, 64, 512, 256  # of GLM-4.7-Flash's latent attention
 EPS = 1e-6
 VOCAB = 32000
 ERROR = 8e-3  # of 16-bit results
@@ -123,6 +124,30 @@ def small_m_gemm(device: torch.device, p: Params) -> Work:
         baseline=Baseline(
             "torch", lambda: functional.linear(x, weight), lambda got: expect_near("out", got, want, ERROR)
         ),
+    )
+
+
+def small_m_bmm(device: torch.device, p: Params) -> Work:
+    """Multiply as latent attention does: queries by a weight contiguous along columns, outputs by one along rows."""
+    rows, heads = p["rows"], p["heads"]
+    if p["of"] == "queries":
+        x, weight = random(p, device, rows, heads, NOPE + ROPE)[..., :NOPE], random(p, device, heads, NOPE, LATENT)
+    else:
+        x, weight = random(p, device, rows, heads, LATENT), random(p, device, heads, V_DIM, LATENT).mT
+    out = poisoned(rows, heads, weight.shape[2] + ROPE, dtype=x.dtype, device=device)[..., : weight.shape[2]]
+    want = reference.small_m_bmm(x.cpu(), weight.cpu())
+
+    def plain() -> Tensor:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+        return out
+
+    return Work(
+        call=lambda: sd.small_m_bmm(x, weight, out=out),
+        check=lambda: expect_near("out", out, want, ERROR),
+        bytes_moved=bytes_of(x, weight, out),
+        just_written=[x],
+        flops=2 * rows * weight.numel(),
+        baseline=Baseline("torch", plain, lambda got: expect_near("out", got, want, ERROR)),
     )
 
 
@@ -248,6 +273,12 @@ CASES = (
         grid={"rows": (1, 16, 64, 128), "width": (4096, 12288), "outs": (4096, 6144, 24576), "dtype": ("bfloat16",)},
         cpu_grid={"rows": (1, 6), "width": (1024,), "outs": (1024,), "dtype": ("bfloat16",)},
         make=small_m_gemm,
+    ),
+    Case(
+        "small_m_bmm",
+        grid={"rows": (1, 4, 16, 32), "heads": (20,), "of": ("queries", "outputs"), "dtype": ("bfloat16",)},
+        cpu_grid={"rows": (1,), "heads": (2,), "of": ("queries", "outputs"), "dtype": ("bfloat16",)},
+        make=small_m_bmm,
     ),
     Case(
         "dequantize",

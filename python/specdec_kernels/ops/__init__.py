@@ -66,6 +66,7 @@ from .layers import (
     rms_norm_concat,
     rope_qkv_write_kv,
     silu_and_mul,
+    small_m_bmm,
     small_m_gemm,
 )
 from .mla import (
@@ -177,6 +178,7 @@ __all__ = [
     "select_topk",
     "set_pending_paths",
     "silu_and_mul",
+    "small_m_bmm",
     "small_m_gemm",
     "tree_attention",
     "tree_attention_plan",

@@ -218,6 +218,33 @@ def small_m_gemm(
     return out
 
 
+def small_m_bmm(x: Tensor, weight: Tensor, *, out: Tensor | None = None, stream: int | None = None) -> Tensor:
+    """Compute `x[:, h] @ weight[h]` for every head h (batched GEMM), for few rows.
+
+    Sums are float32. The bits of a row do not depend on other rows. On a GPU the op reads the weights once per 16 rows.
+    It does so before the previous kernel on the stream has finished: that kernel must not write them.
+
+    Args:
+        x: [M, H, K] float16 or bfloat16, at most 262144 rows and 65535 heads, K a multiple of 32 up to 1024; only the
+            last dimension must be contiguous. Each head is aligned to 16 bytes.
+        weight: [H, K, N] of the same dtype, N a multiple of 16; K or N is contiguous, so `w.mT` may be passed for w
+            [H, N, K]. Each contiguous row is aligned to 16 bytes.
+        out: preallocated result, a part of wider heads for instance; only the last dimension must be contiguous.
+        stream: CUDA stream; None: the current one.
+
+    Returns:
+        out [M, H, N].
+
+    Raises:
+        ValueError: wrong dtype, shape, device or stride; too many rows or heads; unaligned rows.
+    """
+    if out is None:
+        rows, heads, _ = shape_of("small_m_bmm", "x", x, 3)
+        out = empty_like("small_m_bmm", x, (rows, heads, shape_of("small_m_bmm", "weight", weight, 3)[2]))
+    _C.small_m_bmm(stream, x, weight, out)
+    return out
+
+
 def moe_grouped_gemm(
     x: Tensor,
     weight: Tensor,

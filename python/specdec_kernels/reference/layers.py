@@ -110,6 +110,10 @@ def small_m_gemm(
     return silu_and_mul(out) if gated else out
 
 
+def small_m_bmm(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.einsum("mhk,hkn->mhn", x.double(), weight.double())
+
+
 def moe_grouped_gemm(
     x: Tensor,
     weight: Tensor,

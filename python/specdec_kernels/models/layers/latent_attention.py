@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...ops import rope_heads, tree_attention
+from ...ops import rope_heads, small_m_bmm, tree_attention
 from ..kv_pools import LatentLayout, LayerKv
 from .linear import Linear
 from .norm import RMSNorm
@@ -15,6 +15,7 @@ from .paged_batch import LatentBlock, PagedBatch
 
 HEAD_DIMS = (64, 128, 256)  # of `tree_attention` on a GPU
 FLOPS_PER_BYTE = 200  # of memory traffic, on a GPU with tensor cores
+MAX_BMM_ROWS, MAX_BMM_IN = 16, 1024  # for `small_m_bmm`; cuBLAS multiplies more rows
 
 
 @dataclass
@@ -82,7 +83,7 @@ class LatentAttention:
             sinks=None,
         ).view(*queries.shape[:2], -1)
         values = mixed.new_empty(*queries.shape[:2], self.value_up.shape[2])
-        torch.bmm(mixed.transpose(0, 1), self.value_up, out=values.transpose(0, 1))
+        multiply_heads(mixed, self.value_up, values)
         return values.flatten(1)
 
     def absorb(self, queries: Tensor, positions: Tensor) -> Tensor:
@@ -90,8 +91,9 @@ class LatentAttention:
         plain, rotated = self.head_queries(queries)
         (heads, _, latent), rope = self.key_up.shape, self.layout.rope_dim
         absorbed = queries.new_empty(len(queries), heads, latent + rope)
-        torch.bmm(plain.transpose(0, 1), self.key_up, out=absorbed[..., :latent].transpose(0, 1))
+        # The weights of the multiplication are read while the rotation runs.
         self.rotate(rotated, positions, absorbed[..., latent:])
+        multiply_heads(plain, self.key_up, absorbed[..., :latent])
         return absorbed
 
     def head_queries(self, queries: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,3 +179,13 @@ class LatentAttention:
         torch.bmm(latents, self.key_up.mT, out=keys[..., :nope].transpose(0, 1))
         torch.bmm(latents, self.value_up, out=values[..., :v_dim].transpose(0, 1))
         keys[..., nope : nope + self.layout.rope_dim] = rows[:, None, latent:]
+
+
+def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write x [T, heads, in] times weight [heads, in, out] to out [T, heads, out]."""
+    inputs, outputs = weight.shape[1:]
+    fits = inputs % 32 == 0 and inputs <= MAX_BMM_IN and outputs % 16 == 0
+    if x.is_cuda and len(x) <= MAX_BMM_ROWS and fits and x.dtype in (torch.float16, torch.bfloat16):
+        small_m_bmm(x, weight, out=out)
+    else:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
