@@ -378,9 +378,12 @@ def test_behind_sliding_windows(tmp_path: Path, device: torch.device) -> None:
 
 
 def test_dtypes_that_are_none_are_refused() -> None:
-    for kv_dtype in ("fp8_e5m2", "int8", torch.float8_e5m2, torch.bfloat16, 8):
+    for kv_dtype in ("fp8_e5m2", "int8", torch.float8_e5m2, torch.bfloat16):
         with pytest.raises(ValueError) as error:
             engine_of(tiny_model("target"), kv_dtype)
         assert str(error.value) == (
             f"Engine: kv_dtype is {kv_dtype!r}, expected None (that of the weights), 'fp8_e4m3' or torch.float8_e4m3fn"
         )
+    with pytest.raises(ValueError) as error:
+        engine_of(tiny_model("target"), 8)
+    assert str(error.value) == "Engine: kv_dtype is 8, expected a string, a dtype of torch or None"

@@ -130,7 +130,7 @@ def small_m_gemm(device: torch.device, p: Params) -> Work:
 def small_m_bmm(device: torch.device, p: Params) -> Work:
     """Multiply as latent attention does: queries by a weight contiguous along columns, outputs by one along rows."""
     rows, heads = p["rows"], p["heads"]
-    if p["of"] == "queries":
+    if p["product"] == "queries":
         x, weight = random(p, device, rows, heads, NOPE + ROPE)[..., :NOPE], random(p, device, heads, NOPE, LATENT)
     else:
         x, weight = random(p, device, rows, heads, LATENT), random(p, device, heads, V_DIM, LATENT).mT
@@ -276,8 +276,8 @@ CASES = (
     ),
     Case(
         "small_m_bmm",
-        grid={"rows": (1, 4, 16, 32), "heads": (20,), "of": ("queries", "outputs"), "dtype": ("bfloat16",)},
-        cpu_grid={"rows": (1,), "heads": (2,), "of": ("queries", "outputs"), "dtype": ("bfloat16",)},
+        grid={"rows": (1, 4, 16, 32), "heads": (20,), "product": ("queries", "outputs"), "dtype": ("bfloat16",)},
+        cpu_grid={"rows": (1,), "heads": (2,), "product": ("queries", "outputs"), "dtype": ("bfloat16",)},
         make=small_m_bmm,
     ),
     Case(

@@ -55,6 +55,7 @@ WORDS = {
     "weights": ("fp8", "fp8-rows", "int4"),
     "sampling": ("greedy", "top_k+top_p", "top_p", "temperature"),
     "edit": ("none", "penalties", "mask"),
+    "product": ("queries", "outputs"),
 }
 
 EPILOG = """\
