@@ -79,11 +79,11 @@ class MlaMma {
     uint32_t present[2];
     bool is_last;
 
-    // Return what the warps of a row group exchange about a row, in the 16 bytes after its weights: its maxima in a
-    // tile; at the end sums of weights.
-    __device__ float (&exchange(int row))[4] {
+    // Return where the warps of a row group exchange a value each about a row, in the 16 bytes after its weights:
+    // maxima in a tile; at the end sums of weights.
+    __device__ float* exchange(int row) {
       static_assert(kParts <= 4);
-      return *reinterpret_cast<float (*)[4]>(weights + row * kWeightStride + kTokens);
+      return reinterpret_cast<float*>(weights + row * kWeightStride + kTokens);
     }
   };
 
@@ -358,7 +358,7 @@ class MlaMma {
       float factor[2] = {1, 1};
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const auto& maxima = s.exchange(row + 8 * h);
+        const float* const maxima = s.exchange(row + 8 * h);
         float most = maxima[0];
 #pragma unroll
         for (int other = 1; other < kParts; ++other) most = fmaxf(most, maxima[other]);
