@@ -74,6 +74,7 @@ class TopKRouter(Router):
     """A router by `moe_route`, which adds shared experts, or by torch."""
 
     top_k: int
+    n_group: int
 
     def __call__(self, x: Tensor, num_shared: int = 0, shared_gate: Tensor | None = None) -> Routing:
         """Return the routing of rows [T, H], with shared experts as `moe_route` adds them.
@@ -91,9 +92,9 @@ class TopKRouter(Router):
 
     def fits_moe_route(self, rows: int, experts: int, num_shared: int = 0) -> bool:
         """Return whether `moe_route` takes such sizes."""
-        columns, n_group = self.top_k + num_shared, self.options().get("n_group", 1)
+        columns = self.top_k + num_shared
         fits = experts + num_shared <= MAX_EXPERTS and columns <= MAX_TOP_K and rows * columns <= MAX_PAIRS
-        return fits and (n_group == 1 or n_group <= min(MAX_GROUPS, experts // 2))
+        return fits and (self.n_group == 1 or self.n_group <= min(MAX_GROUPS, experts // 2))
 
     @abstractmethod
     def scores(self, x: Tensor) -> Tensor:
@@ -119,6 +120,7 @@ class SoftmaxRouter(TopKRouter):
     gate: Linear  # [experts, H]
     top_k: int
     norm_topk_prob: bool
+    n_group: int = field(default=1, init=False)
 
     def scores(self, x: Tensor) -> Tensor:
         return self.gate(x)
@@ -266,10 +268,11 @@ class Experts:
         return self._has_fused_act(x) and self.activations == "none"
 
     def num_parts(self, x: Tensor, mlp: GatedMLP) -> int:
-        """Return as how many shared experts `moe_grouped_gemm` takes an MLP as it is stored; 0: not at all."""
-        if not self.fits_grouped_gemm(x) or self.down_bias is not None:
-            return 0
-        if mlp.activation is not None or mlp.limit is not None:
+        """Return as how many shared experts an MLP joins these in `moe_grouped_gemm`, as it is stored; 0: not at all.
+
+        Call where `uses_grouped_gemm`.
+        """
+        if self.down_bias is not None or mlp.activation is not None or mlp.limit is not None:
             return 0
         for linear in (mlp.gate_up, mlp.down):
             weight, plain = linear.weight, linear.bias is None and linear.reduction is LOCAL
