@@ -45,7 +45,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 
 from .engine import Draft, Engine, NewTokens, Ngram, SamplingParams
 from .models.backends.native import supported_family
-from .models.families import family_of, position_limit
+from .models.families import position_limit
 from .models.weights.loading import check_modules
 from .models.weights.model_config import text_config
 from .ngram import NgramIndex
@@ -498,8 +498,7 @@ def _engine_of(
 
 def _check_module(model: Any, max_len: int) -> None:
     config = text_config(model.config)
-    supported_family(config, max_len)
-    check_modules(model, packages=family_of(config).packages)
+    check_modules(model, packages=supported_family(config, max_len).packages)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise ValueError(f"hf.generate: the model is on {len(devices)} devices, expected one")
