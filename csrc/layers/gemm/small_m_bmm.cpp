@@ -32,14 +32,10 @@ void small_m_bmm(CallStream stream, const TensorView& x, const TensorView& weigh
       .dtype = dtype_of(x),
   };
   // Of the weight's two last strides the one that is not 1 separates rows.
-  const int64_t between_rows = params.weight_strides[params.weight_strides[2] == 1 ? 1 : 2];
-  const auto aligned = [](const TensorView& t, int64_t strides) {
-    return reinterpret_cast<uintptr_t>(bytes(t)) % 16 == 0 && strides * item_bytes(t) % 16 == 0;
-  };
-  const bool x_aligned = aligned(x, x.stride(0) | x.stride(1));
-  check.that(x_aligned, "x", "has rows off 16 bytes", "rows that start on 16 bytes");
-  check.that(aligned(weight, weight.stride(0) | between_rows), "weight", "has rows off 16 bytes",
-             "rows that start on 16 bytes");
+  const int64_t between_rows = byte_stride(weight, weight.stride(2) == 1 ? 1 : 2);
+  const auto weight_starts = reinterpret_cast<uintptr_t>(bytes(weight)) | byte_stride(weight, 0) | between_rows;
+  for (const auto& [name, aligned] : {std::pair{"x", copy_unit({&x}) == 16}, {"weight", weight_starts % 16 == 0}})
+    check.that(aligned, name, "has rows off 16 bytes", "rows that start on 16 bytes");
   if (M == 0 || H == 0) return;
   SD_DISPATCH(check, stream, small_m_bmm, params);
 }
