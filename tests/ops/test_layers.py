@@ -11,6 +11,7 @@ import torch
 import specdec_kernels as sd
 from specdec_kernels import _C, Status
 from specdec_kernels.models.layers.linear import Linear
+from specdec_kernels.ops import Routing
 from specdec_kernels.reference import layers as reference
 from support.devices import TOLERANCES, on_cuda
 from support.exhaustive import covering
@@ -813,6 +814,15 @@ def test_moe_grouped_gemm_error_messages(changes: dict[str, torch.Tensor], messa
 # --- moe_route
 
 
+def check_routing(got: Routing, want: Routing) -> None:
+    """Compare a routing with that of the reference."""
+    for name in ("topk_ids", "sorted_pairs", "expert_ends"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+    assert torch.equal(got.topk_weights.isnan().cpu(), want.topk_weights.isnan())
+    if want.topk_weights.numel():
+        check(got.topk_weights.nan_to_num(), want.topk_weights.nan_to_num())
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -843,10 +853,7 @@ def test_moe_route_matches_reference(
     wide[:, :experts] = (torch.randn(rows, experts) * 3).round() / 2
     got = sd.moe_route(wide.to(device)[:, :experts], top_k, renormalize=renormalize)
     want = reference.moe_route(wide[:, :experts], top_k, renormalize=renormalize)
-    for name in ("topk_ids", "sorted_pairs", "expert_ends"):
-        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
-    if rows:
-        check(got.topk_weights, want.topk_weights)
+    check_routing(got, want)
 
 
 @pytest.mark.parametrize("rows", [1, 70])
@@ -879,10 +886,7 @@ def test_moe_route_by_sigmoids_matches_reference(
     options = options | {"activation": "sigmoid"}
     got = sd.moe_route(scores.to(device), top_k, bias=None if bias is None else bias.to(device), **options)
     want = reference.moe_route(scores, top_k, bias=bias, **options)
-    for name in ("topk_ids", "sorted_pairs", "expert_ends"):
-        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
-    if rows:
-        check(got.topk_weights, want.topk_weights)
+    check_routing(got, want)
 
 
 @pytest.mark.sanitize
@@ -911,9 +915,7 @@ def test_moe_route_selects_from_the_best_groups(
     scores[torch.rand(rows, experts) < 0.05] = torch.nan
     got = sd.moe_route(scores.to(device), top_k, **options)
     want = reference.moe_route(scores, top_k, **(options | ({"bias": bias} if activation == "sigmoid" else {})))
-    for name in ("topk_ids", "sorted_pairs", "expert_ends"):
-        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
-    check(got.topk_weights, want.topk_weights)
+    check_routing(got, want)
 
 
 @pytest.mark.parametrize("rows", [1, 70])
@@ -1127,11 +1129,7 @@ def test_moe_route_with_shared_experts_matches_reference(
     gate = {"shared_gate": wide.to(device)[:, 1:2]} if has_gate else {}
     got = sd.moe_route(scores.to(device), top_k, **options, **gate)
     want = reference.moe_route(scores, top_k, **options, **{name: t.cpu() for name, t in gate.items()})
-    for name in ("topk_ids", "sorted_pairs", "expert_ends"):
-        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
-    assert torch.equal(got.topk_weights.isnan().cpu(), want.topk_weights.isnan())
-    if rows:
-        check(got.topk_weights.nan_to_num(), want.topk_weights.nan_to_num())
+    check_routing(got, want)
     without = sd.moe_route(scores.to(device), top_k, **(options | {"num_shared": 0}))
     assert torch.equal(got.topk_ids[:, :top_k], without.topk_ids)
     assert torch.equal(got.topk_weights[:, :top_k], without.topk_weights)
