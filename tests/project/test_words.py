@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from support import native_build
 
@@ -28,14 +27,9 @@ def words() -> list[str]:
 
 def sources() -> list[str]:
     """Return the files that are written by hand, but for records and the table of old public names."""
-    native_build.require([], ["git"])
-    names = native_build.run(["git", "ls-files", "--", *ROOMS, "README.md", "CONTRIBUTING.md", "build.sh"]).splitlines()
-    mine = {"tests/project/test_words.py"}
-    return [
-        name
-        for name in names
-        if Path(name).suffix in KINDS and not name.startswith(LEFT_OUT) and name not in mine and (ROOT / name).is_file()
-    ]
+    files = native_build.tracked_files("--", *ROOMS, "README.md", "CONTRIBUTING.md", "build.sh")
+    left_out = (*LEFT_OUT, "tests/project/test_words.py")
+    return [str(path) for path in files if path.suffix in KINDS and not str(path).startswith(left_out)]
 
 
 def found_in(text: str) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""The build in tests: its tools, or a reason to skip, and one build at a time."""
+"""The source tree and its build in tests: files, tools or a reason to skip, and one build at a time."""
 
 from __future__ import annotations
 
@@ -42,3 +42,12 @@ def run(command: Sequence[str | Path], **environment: str) -> str:
     )
     assert done.returncode == 0, f"{' '.join(map(str, command))} failed\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def tracked_files(*options: str) -> list[Path]:
+    """Return the files of `git ls-files` that exist, relative to the root; skip where this is no checkout."""
+    require([], ["git"])
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no git checkout")
+    names = run(["git", "ls-files", "-z", *options]).split("\0")
+    return [Path(name) for name in names if name and (ROOT / name).is_file()]
