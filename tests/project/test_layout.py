@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -50,20 +49,14 @@ def test_data_files_are_named_where_they_are_read() -> None:
     data = [path for path in files if path.suffix in DATA | {".svg", ".css", ".mjs", ".html"}]
 
     def is_named(path: Path) -> bool:
-        name = re.compile(rf"\b{re.escape(path.name)}\b")
-        return any(name.search(text) for reader, text in readers.items() if reader != path)
+        return any(path.name in text for reader, text in readers.items() if reader != path)
 
     assert not [path for path in data if not str(path).startswith(READ_AS_FOLDERS) and not is_named(path)]
 
 
 def test_no_test_module_imports_another() -> None:
     """Helpers that several modules need are in tests/support."""
+    imported = re.compile(r"^ *(?:from|import) +(?:[\w.]*\.)?(test_\w+)", re.MULTILINE)
     modules = {path.stem: path for path in TESTS.rglob("*.py")}
-    tests = {name for name in modules if name.startswith("test_")}
-    found = []
-    for path in modules.values():
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else names
-            found += [f"{path.relative_to(TESTS)}:{node.lineno}" for name in names if name.split(".")[-1] in tests]
-    assert not found
+    found = {name: imported.findall(path.read_text()) for name, path in modules.items()}
+    assert not [(name, other) for name, others in found.items() for other in others if other in modules]
