@@ -139,10 +139,11 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None
     missing = {name: t for name, t in tensors.items() if not name.startswith("layers.0.mlp")}
     assert refusal(write_head(tmp_path / "a", missing)) == (
         f"EAGLE head: {tmp_path / 'a'} lacks layers.0.mlp.gate_proj.weight, layers.0.mlp.up_proj.weight, "
-        "layers.0.mlp.down_proj.weight"
+        "layers.0.mlp.down_proj.weight, expected every tensor of the head and no other"
     )
     assert refusal(write_head(tmp_path / "b", tensors | {"norm.weight": torch.ones(HIDDEN)})) == (
-        f"EAGLE head: {tmp_path / 'b'} has norm.weight, which this engine does not know"
+        f"EAGLE head: {tmp_path / 'b'} has norm.weight, unknown to EagleHead, "
+        "expected every tensor of the head and no other"
     )
     assert refusal(write_head(tmp_path / "c", tensors | {"layers.2.mlp.up_proj.weight": torch.ones(1)})) == (
         f"EAGLE head: {tmp_path / 'c'} has layers.0, layers.2, expected layers from layers.0 on, none missing"
@@ -157,7 +158,8 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None
         f"EAGLE head: num_attention_heads is 0, expected a number from 1 on ({tmp_path / 'f'})"
     )
     assert refusal(write_head(tmp_path / "g", tensors | {"fc.weight": torch.ones(HIDDEN, HIDDEN)})) == (
-        f"EAGLE head: {tmp_path / 'g'} has fc.weight of shape [256, 256], expected [256, 512]"
+        f"EAGLE head: {tmp_path / 'g'} has fc.weight of shape [256, 256], expected [256, 512], "
+        "expected every tensor of the head and no other"
     )
     embedding = torch.ones(1024, HIDDEN)
     assert refusal(write_head(tmp_path / "h", tensors | {"embed_tokens.weight": embedding}, vocab_size=1024)) == (

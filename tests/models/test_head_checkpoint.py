@@ -75,7 +75,10 @@ def test_tensors_under_a_prefix_are_named_as_in_the_folder(tmp_path: Path) -> No
     folder = write_target_with_head(tmp_path / "target", tensors, PREFIX)
     with pytest.raises(ValueError) as error:
         engine_of(folder, HeadCheckpoint(folder, PREFIX))
-    assert str(error.value) == f"EAGLE head: {folder} lacks mtp.layers.0.mlp.up_proj.weight"
+    assert (
+        str(error.value)
+        == f"EAGLE head: {folder} lacks mtp.layers.0.mlp.up_proj.weight, expected every tensor of the head and no other"
+    )
 
 
 def nested(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -108,7 +111,10 @@ def test_missing_tensor_of_an_older_format_has_the_folder_s_name(tmp_path: Path)
     first_speculators(tmp_path / "head", tensors)
     with pytest.raises(ValueError) as error:
         engine_of(tiny_model("target"), tmp_path / "head")
-    assert str(error.value) == f"EAGLE head: {tmp_path / 'head'} lacks transformer.mlp.up_proj.weight"
+    assert (
+        str(error.value)
+        == f"EAGLE head: {tmp_path / 'head'} lacks transformer.mlp.up_proj.weight, expected every tensor of the head and no other"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)

@@ -247,7 +247,7 @@ def test_bin_files_are_unpickled_without_code(
 def test_heads_that_do_not_fit_are_refused_by_name(target: CausalLM, tmp_path: Path) -> None:
     tensors = tiny_tensors()
     d2t = tensors["d2t"]
-    count = itertools.count()
+    count, end = itertools.count(), ", expected every tensor of the head and no other"
 
     def refusal(tensors: dict[str, torch.Tensor], **config: object) -> str:
         folder = write_head(tmp_path / str(next(count)), tensors, **config)
@@ -256,24 +256,24 @@ def test_heads_that_do_not_fit_are_refused_by_name(target: CausalLM, tmp_path: P
         return str(error.value).replace(str(folder), "FOLDER")
 
     assert refusal({k: v for k, v in tensors.items() if k != "midlayer.mlp.up_proj.weight"}) == (
-        "EAGLE-3 head: FOLDER lacks midlayer.mlp.up_proj.weight"
+        f"EAGLE-3 head: FOLDER lacks midlayer.mlp.up_proj.weight{end}"
     )
     assert refusal(tensors | {"midlayer.self_attn.q_norm.weight": torch.ones(64)}) == (
-        "EAGLE-3 head: FOLDER lacks midlayer.self_attn.k_norm.weight"
+        f"EAGLE-3 head: FOLDER lacks midlayer.self_attn.k_norm.weight{end}"
     )
     assert refusal(tensors | {"midlayer.self_attn.q_proj.bias": torch.ones(256)}) == (
-        "EAGLE-3 head: FOLDER lacks midlayer.self_attn.k_proj.bias, midlayer.self_attn.v_proj.bias"
+        f"EAGLE-3 head: FOLDER lacks midlayer.self_attn.k_proj.bias, midlayer.self_attn.v_proj.bias{end}"
     )
     assert refusal(tensors | {"midlayer.gate.weight": torch.ones(64)}) == (
-        "EAGLE-3 head: FOLDER has midlayer.gate.weight, which this engine does not know"
+        f"EAGLE-3 head: FOLDER has midlayer.gate.weight, unknown to Eagle3Head{end}"
     )
     assert refusal(tensors | {"norm.weight": torch.ones(255)}) == (
-        "EAGLE-3 head: FOLDER has norm.weight of shape [255], expected [256]"
+        f"EAGLE-3 head: FOLDER has norm.weight of shape [255], expected [256]{end}"
     )
     assert refusal(tensors, num_attention_heads=0) == (
         "EAGLE-3 head: num_attention_heads is 0, expected a number from 1 on (FOLDER)"
     )
-    assert refusal(tensors, norm_before_fc=True) == "EAGLE-3 head: FOLDER lacks input_norm.weight"
+    assert refusal(tensors, norm_before_fc=True) == f"EAGLE-3 head: FOLDER lacks input_norm.weight{end}"
     assert refusal(tensors | {"input_norm.weight": torch.ones(768)}) == (
         "EAGLE-3 head: input_norm.weight is there, expected none without norm_before_fc in the config"
     )
@@ -291,7 +291,7 @@ def test_heads_that_do_not_fit_are_refused_by_name(target: CausalLM, tmp_path: P
     )
     assert refusal(tensors, hidden_act="gelu") == "EAGLE-3 head: hidden_act is 'gelu', expected 'silu'"
     assert refusal(tensors, hidden_size=128) == (
-        "EAGLE-3 head: FOLDER lacks embed_tokens.weight and has fc.weight of shape [256, 768], expected [128, 768]"
+        f"EAGLE-3 head: FOLDER lacks embed_tokens.weight and has fc.weight of shape [256, 768], expected [128, 768]{end}"
     )
     assert refusal(tensors, target_hidden_size=128) == (
         "EAGLE-3 head: target_hidden_size is 128, expected the target's 256"

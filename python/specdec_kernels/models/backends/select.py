@@ -16,7 +16,7 @@ from ..families import family_of, known_families, largest
 from ..language_model import LanguageModel
 from ..options import ModelOptions
 from ..state_cache import bytes_of
-from ..weights.model_config import config_of, storage_of
+from ..weights.model_config import StoredConfig, config_of
 from .native import CausalLM, UnreadableConfigError, check_supported
 from .transformers import TransformersLM
 
@@ -113,11 +113,11 @@ def summarize_backend(model: str | Path, name: str = "model") -> BackendSummary:
     """Describe how an engine would run the model of a folder or hub id, from its config alone.
 
     Raises:
-        ValueError: what `config_of` and `implementation_of` refuse.
+        ValueError: what `StoredConfig.read` and `implementation_of` refuse.
     """
-    config = config_of(model, name)
+    stored = StoredConfig.read(model, name)
+    config, storage = stored.text, stored.storage()
     implementation = implementation_of(config, 2, name=name)
-    storage = storage_of(model, config)
     limited = sorted(window for window in windows_of(config, implementation) if window is not None)
     windows = ", ".join(f"the last {window} rows" for window in limited)
     count = config.num_hidden_layers

@@ -12,7 +12,7 @@ from ..families import kv_numbers
 from ..layers.reduction import LOCAL
 from ..shard import Shard
 from ..state_cache import bytes_of
-from ..weights.model_config import config_of, config_values, empty_module, keep_text_only, scheme_in, whole_config
+from ..weights.model_config import StoredConfig, empty_module, keep_text_only
 from ..weights.sharding import Cut, Division
 from .native import supported_family
 
@@ -44,23 +44,23 @@ def share_of(model: str | Path, size: int, name: str = "model") -> Share:
     Raises:
         ValueError: what an engine with that many ranks refuses by the config, by name.
     """
-    text = config_of(model, name)
+    stored = StoredConfig.read(model, name)
+    text = stored.text
     shard = Shard(0, size)  # its part of the vocabulary is the largest
     whole = supported_family(text, 2, name)
     local = supported_family(shard.config(text, name), 2, name) if size > 1 else whole
     dtype = text.dtype if isinstance(text.dtype, torch.dtype) else torch.bfloat16
-    module, cuts = empty_module(whole_config(model, name), f"{name}: {model}", dtype), dict[str, Cut]()
+    module, cuts = empty_module(stored.whole, stored.what, dtype), dict[str, Cut]()
     keep_text_only(module)
     if size > 1:
         division = Division(text, whole.division(), shard, LOCAL, name)
         cuts = division.cuts(module)
         division.attach(module)
-    values = config_values(model, name)
     specs = local.state_specs(dtype)
     state, with_node = (sum(bytes_of(spec, 1, nodes) for spec in specs) for nodes in (0, 1))
     parameters = dict(module.named_parameters())
     return Share(
-        weights=None if scheme_in(values, name) else sum(part_bytes(p, cuts.get(key)) for key, p in parameters.items()),
+        weights=None if stored.scheme else sum(part_bytes(p, cuts.get(key)) for key, p in parameters.items()),
         kv_elements=kv_numbers(local.config, local.num_kv_layers),
         state=state,
         state_of_node=with_node - state,

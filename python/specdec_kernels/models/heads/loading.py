@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -16,7 +16,7 @@ from ...plans import HEAD_DIMS
 from ..families import head_dim_of
 from ..families.latent import check_row
 from ..language_model import LanguageModel
-from ..weights.checkpoint import readable, some
+from ..weights.checkpoint import Faults, readable
 from ..weights.loading import DTYPES
 from .base import DraftHead, HeadStorage
 from .checkpoint import LATENT, HeadCheckpoint, OpenCheckpoint, target_ids
@@ -157,8 +157,7 @@ def load_checkpoint(kind: type[H], source: str | Path | HeadCheckpoint, target: 
     shared: dict[str, nn.Module] = {}
     if config.hidden_size == width:
         shared = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.lm_head}
-    if faults := faults_of(head, tensors, shared, stored_name):
-        raise ValueError(f"{name}: {checkpoint.folder} {' and '.join(faults)}")
+    faults_of(head, tensors, shared).check(f"{name}: {checkpoint.folder}", head, "head", stored_name)
     for key, module in shared.items():
         if key not in tensors:
             setattr(head, key.removesuffix(".weight"), module)
@@ -195,21 +194,18 @@ def check_head(kind: type[DraftHead], config: Any, tensors: Mapping[str, Tensor]
         raise ValueError(f"{name}: embed_tokens.weight has {rows} rows, expected at least the target's {vocab}")
 
 
-def faults_of(
-    head: DraftHead, tensors: Mapping[str, Tensor], shared: Mapping[str, nn.Module], stored_name: Callable[[str], str]
-) -> list[str]:
-    """Describe which tensors do not fit a head, by the names that the folder has for them.
+def faults_of(head: DraftHead, tensors: Mapping[str, Tensor], shared: Mapping[str, nn.Module]) -> Faults:
+    """Return the tensors that do not fit a head.
 
     Missing tensors may be those of the `shared` modules, which are given by parameter name.
     """
-    expected = {key: list(parameter.shape) for key, parameter in head.state_dict().items()}
-    faults = []
-    if missing := [key for key in expected if key not in tensors and key not in shared]:
-        faults.append(f"lacks {some([*map(stored_name, missing)])}")
-    if unknown := [key for key in tensors if key not in expected]:
-        faults.append(f"has {some([*map(stored_name, unknown)])}, which this engine does not know")
-    for key, tensor in tensors.items():
-        if key in expected and list(tensor.shape) != expected[key]:
-            faults.append(f"has {stored_name(key)} of shape {list(tensor.shape)}, expected {expected[key]}")
-            break
-    return faults
+    expected = {key: parameter.shape for key, parameter in head.state_dict().items()}
+    return Faults(
+        missing=[key for key in expected if key not in tensors and key not in shared],
+        unknown=[key for key in tensors if key not in expected],
+        mismatched=[
+            (key, tensor.shape, expected[key])
+            for key, tensor in tensors.items()
+            if key in expected and tensor.shape != expected[key]
+        ],
+    )

@@ -6,7 +6,7 @@ position i: for a committed row the target's, after its final norm; for a row th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,10 +25,10 @@ from ..layers.embedding import LMHead
 from ..layers.linear import Linear, linear_of
 from ..layers.norm import Norm, RMSNorm
 from ..layers.quantized import Fp8Weight
-from ..weights.checkpoint import does_not_load, load_tensors, local_folder, some, tensor_names
-from ..weights.formats import fitting_weight
+from ..weights.checkpoint import Faults, does_not_fit, does_not_load, load_tensors, local_folder, tensor_names
+from ..weights.formats import Scheme, fitting_weight
 from ..weights.loading import DTYPES, check_modules, place
-from ..weights.model_config import QUANTIZATION, config_of, config_values, scheme_in
+from ..weights.model_config import QUANTIZATION, StoredConfig
 from ..weights.mtp_layouts import (
     EMBEDDING,
     EMBEDDING_NORM,
@@ -56,6 +56,7 @@ class MtpCheckpoint:
         folder: of a language model, whose config is the layer's too; other tensors than the layer's may be missing.
         config: of the language model's text part.
         layout: of the MTP layer's tensors.
+        scheme: how linears are quantized; None: they are not.
         num_layers: MTP layers of the checkpoint.
         index: of this one among them.
     """
@@ -63,6 +64,7 @@ class MtpCheckpoint:
     folder: Path
     config: Any
     layout: MtpLayout
+    scheme: Scheme | None
     num_layers: int = 1
     index: int = 0
 
@@ -75,7 +77,8 @@ class MtpCheckpoint:
                 computed here; no language model that transformers knows.
         """
         folder = local_folder(source, "MTP: head")
-        config = config_of(folder, NAME)
+        stored = StoredConfig.read(folder, NAME)
+        config = stored.text
         if config.model_type in DIFFERENT:
             raise ValueError(
                 f"{NAME}: model_type is {config.model_type!r}, expected another (its MTP layer "
@@ -85,8 +88,8 @@ class MtpCheckpoint:
             raise ValueError(
                 f"{NAME}: {folder} has an MTP layer with a recurrent state, expected attention (not supported)"
             )
-        layout, num_layers = find_layout(tensor_names(folder), config.num_hidden_layers, f"{NAME}: {folder}")
-        return cls(folder, config, layout, num_layers)
+        layout, num_layers = find_layout(tensor_names(folder), config.num_hidden_layers, stored.what)
+        return cls(folder, config, layout, stored.scheme, num_layers)
 
     def layer(self, index: int) -> MtpCheckpoint:
         """Return another MTP layer of this checkpoint."""
@@ -102,7 +105,7 @@ class MtpCheckpoint:
         Raises:
             ValueError: a tensor of other quantized elements, or one that lacks its scales.
         """
-        stored = dequantized(load_tensors(self.folder, lambda key: key.startswith(self.prefix)), self.folder)
+        stored = self._dequantized(load_tensors(self.folder, lambda key: key.startswith(self.prefix)))
         tensors: dict[str, Tensor] = {}
         for key, tensor in stored.items():
             if tensor.dtype not in DTYPES:
@@ -114,22 +117,19 @@ class MtpCheckpoint:
                 tensors[self.layout.own_name(key.removeprefix(self.prefix))] = tensor
         return tensors
 
-
-def dequantized(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors with one weight in float32 for each quantized linear of FP8."""
-    values = config_values(folder, NAME)
-    scheme = scheme_in(values, f"{NAME}: {folder}")
-    rest = dict(tensors)
-    if scheme is None or scheme.kept is not Fp8Weight:
+    def _dequantized(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors with one weight in float32 for each quantized linear of FP8."""
+        scheme, rest = self.scheme, dict(tensors)
+        if scheme is None or scheme.kept is not Fp8Weight:
+            return rest
+        for path in sorted(scheme.linears(tensors)):
+            parts = {name: rest.pop(f"{path}.{name}", None) for name in scheme.tensors | scheme.optional}
+            given = {name: tensor for name, tensor in parts.items() if tensor is not None}
+            what = f"{NAME}: {self.folder} has a quantized {path}"
+            if missing := sorted(scheme.tensors - given.keys()):
+                raise ValueError(f"{what} without {missing[0]}, expected all tensors of a quantized linear")
+            rest[f"{path}.weight"] = fitting_weight(scheme, given, what).dequantize()
         return rest
-    for path in sorted(scheme.linears(tensors)):
-        parts = {name: rest.pop(f"{path}.{name}", None) for name in scheme.tensors | scheme.optional}
-        given = {name: tensor for name, tensor in parts.items() if tensor is not None}
-        what = f"{NAME}: {folder} has a quantized {path}"
-        if missing := sorted(scheme.tensors - given.keys()):
-            raise ValueError(f"{what} without {missing[0]}, expected all tensors of a quantized linear")
-        rest[f"{path}.weight"] = fitting_weight(scheme, given, what).dequantize()
-    return rest
 
 
 class MtpParts(NamedTuple):
@@ -274,7 +274,7 @@ def load_checkpoint(checkpoint: MtpCheckpoint, target: CausalLM) -> MtpHead:
         if path not in modules and weight is not None:
             if list(weight.shape) != (expected := [config.vocab_size, config.hidden_size]):
                 stored = checkpoint.prefix + checkpoint.layout.stored_name(f"{path}.weight")
-                raise ValueError(f"{what} has {stored} of shape {list(weight.shape)}, expected {expected}")
+                raise does_not_fit(what, f"has {stored} of shape {list(weight.shape)}, expected {expected}", "layer")
             modules[path] = module_of(kind, weight)
     of_layer = {key: tensors.pop(key) for key in list(tensors) if key.startswith((f"{LAYERS}.", f"{FINAL_NORM}."))}
     lm, faults = model_of_layers(checkpoint, of_layer, tuple(modules), target.embedding.weight.dtype)
@@ -292,29 +292,9 @@ def load_checkpoint(checkpoint: MtpCheckpoint, target: CausalLM) -> MtpHead:
         else:
             module.weight = nn.Parameter(tensor, requires_grad=False)
     faults.unknown.extend(tensors)
-    faults.check(what, lambda own: checkpoint.prefix + checkpoint.layout.stored_name(own))
+    faults.check(what, head, "layer", lambda own: checkpoint.prefix + checkpoint.layout.stored_name(own))
     check_modules(lm, NAME)
     return head
-
-
-class Faults(NamedTuple):
-    """Tensors that do not fit, by our names: `mismatched` ones with the shape that they have and the expected one."""
-
-    missing: list[str]
-    unknown: list[str]
-    mismatched: list[tuple[str, torch.Size, torch.Size]]
-
-    def check(self, what: str, stored_name: Callable[[str], str]) -> None:
-        """Raise a ValueError if there is one; `stored_name` returns the checkpoint's name of a tensor."""
-        found = []
-        if self.missing:
-            found.append(f"lacks {some([*map(stored_name, self.missing)])}")
-        if self.unknown:
-            found.append(f"has {some([*map(stored_name, self.unknown)])}, which this engine does not know")
-        for key, got, expected in self.mismatched[:1]:
-            found.append(f"has {stored_name(key)} of shape {list(got)}, expected {list(expected)}")
-        if found:
-            raise ValueError(f"{what} {' and '.join(found)}")
 
 
 def shared_modules(layout: MtpLayout, tensors: Mapping[str, Tensor], target: CausalLM) -> dict[str, nn.Module]:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,10 +219,43 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def does_not_fit(what: str, why: str, part: str = "model") -> ValueError:
+    """Return the error of a folder, `what`, whose tensors are not those of a `part`."""
+    return ValueError(f"{what} {why}, expected every tensor of the {part} and no other")
+
+
 def does_not_load(what: str, part: str, shapes: Mapping[str, Sequence[int]], error: Exception) -> ValueError:
     """Return the error of a folder, `what`, whose tensors for a `part` have these shapes and fail in transformers."""
-    why = fault_of_experts(shapes) or f"has tensors that do not load ({in_a_line(error)})"
-    return ValueError(f"{what} {why}, expected every tensor of the {part} and no other")
+    return does_not_fit(what, fault_of_experts(shapes) or f"has tensors that do not load ({in_a_line(error)})", part)
+
+
+@dataclass
+class Faults:
+    """Tensors of a folder that do not fit a module.
+
+    Attributes:
+        missing, unknown: their names.
+        mismatched: name, shape and expected shape of each tensor of another shape.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    mismatched: list[tuple[str, Sequence[int], Sequence[int]]] = field(default_factory=list)
+
+    def check(self, what: str, module: nn.Module, part: str, stored_name: Callable[[str], str] = str) -> None:
+        """Raise ValueError for a folder, `what`, if there is one; `stored_name` returns the folder's name of a tensor.
+
+        The module is the one that the tensors do not fit, and `part` its name in errors.
+        """
+        found = []
+        if self.missing:
+            found.append(f"lacks {some([*map(stored_name, self.missing)])}")
+        if self.unknown:
+            found.append(f"has {some([*map(stored_name, self.unknown)])}, unknown to {type(module).__name__}")
+        for name, got, expected in self.mismatched[:1]:
+            found.append(f"has {stored_name(name)} of shape {list(got)}, expected {list(expected)}")
+        if found:
+            raise does_not_fit(what, " and ".join(found), part)
 
 
 def load_tensors(folder: Path, wanted: Callable[[str], object] = ALL) -> dict[str, Tensor]:

@@ -6,17 +6,15 @@ import copy
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from .checkpoint import load_tensors, local_folder, some, tensor_names
-from .formats import Scheme
+from .checkpoint import does_not_fit, load_tensors, some, tensor_names
 from .kv_scales import SCALE_NAME
-from .model_config import check_module, config_values, keep_text_only, keeps_experts, text_config
+from .model_config import StoredConfig, check_module, keep_text_only, keeps_experts, own_class
 from .mtp_layouts import LEFT_OUT, mtp_prefixes
 from .quantized_loading import STORED_BY, expert_of, load_quantized, own_names, replace_linears
 from .sharding import Division
@@ -26,40 +24,28 @@ LAYER = re.compile(r"\.(\d+)\.")
 
 
 def load_divided(
-    kind: Any,
-    config: Any,
-    source: str | Path,
-    dtype: torch.dtype,
-    name: str,
-    division: Division,
-    scheme: Scheme | None,
-    draft_prefixes: tuple[str, ...] = (),
+    stored: StoredConfig, dtype: torch.dtype, division: Division, draft_prefixes: tuple[str, ...] = ()
 ) -> Any:
     """Return the text decoder of a folder or hub id with one rank's part of each tensor.
 
     Args:
-        kind: the class of the model.
-        config: its whole config.
-        source: the folder or hub id; its tensors are read one layer at a time.
+        stored: the config of the folder or hub id, whose tensors are read one layer at a time.
         dtype: of the parameters, but for those that transformers keeps in float32.
-        name: of the model in errors.
         division: of the rank.
-        scheme: how linears are quantized; None: they are not.
         draft_prefixes: tensors under these prefixes are a draft's.
 
     Raises:
         ValueError: tensors that are missing, unknown or of another shape; what `Division` refuses.
     """
-    what, folder = f"{name}: {source}", local_folder(source, name)
+    what, folder, text, scheme = stored.what, stored.folder(), stored.text, stored.scheme
     try:
         with parameters_on_meta():
-            model = kind._from_config(copy.deepcopy(config), dtype=dtype)
+            model = own_class(stored.whole, what)._from_config(copy.deepcopy(stored.whole), dtype=dtype)
     except Exception:
-        check_module(config_values(source, name), what)
+        check_module(stored.values, what)
         raise
     skeleton = Skeleton(model)
     keep_text_only(model)
-    text = text_config(config)
     left_out = draft_prefixes + mtp_prefixes(tensor_names(folder), text.num_hidden_layers)
     names = {each for each in tensor_names(folder) if not each.startswith(left_out) and not SCALE_NAME.fullmatch(each)}
     missing = set(model.state_dict())
@@ -68,16 +54,16 @@ def load_divided(
     cuts = division.cuts(model)
     for group in by_layer(names):
         if scheme is not None and (own := {path for path in linears if f"{path}.{scheme.marks}" in group}):
-            stored = {tensor for path in own for tensor in scheme.tensors_of(path)} & group
+            theirs = {tensor for path in own for tensor in scheme.tensors_of(path)} & group
             if not keeps_experts(scheme, text.model_type):
                 materialize_experts(model, own_names(own, model).values(), dtype)
-            filled = load_quantized(model, folder, scheme, own, stored, what)
+            filled = load_quantized(model, folder, scheme, own, theirs, what)
             for key, tensor in model.state_dict().items():
                 if key in filled & cuts.keys():
                     put(model, key, cuts[key](tensor))
             division.divide_quantized(model)
             missing -= filled
-            group -= stored | filled
+            group -= theirs | filled
         tensors = load_tensors(folder, group.__contains__)
         for key, value in skeleton.placed(tensors, what).items() if tensors else ():
             part = cuts[key](value) if key in cuts else value
@@ -93,7 +79,7 @@ def load_divided(
     ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()) or "$^"
     missing = {key for key in missing & expected.keys() if key in buffers or expected[key].is_meta}
     if lacking := sorted(key for key in missing if not re.search(ignored, key)):
-        raise ValueError(f"{what} lacks {some(lacking)}, expected every tensor of the model and no other")
+        raise does_not_fit(what, f"lacks {some(lacking)}")
     if scheme is not None:
         setattr(model, STORED_BY, scheme)
     setattr(model, LEFT_OUT, left_out)

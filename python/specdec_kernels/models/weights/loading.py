@@ -18,19 +18,11 @@ from transformers.utils.quantization_config import Mxfp4Config
 from ..layers.moe import QuantizedExperts
 from ..layers.quantized import Fp8Weight, QuantizedLinear
 from .adapters import merge_adapter
-from .checkpoint import does_not_load, float8_tensors, local_folder, some, stored_tensors, tensor_names
+from .checkpoint import Faults, does_not_fit, does_not_load, float8_tensors, stored_tensors, tensor_names
 from .divided_loading import load_divided
 from .formats import Scheme
 from .kv_scales import SCALE_NAME
-from .model_config import (
-    auto_class,
-    check_module,
-    config_values,
-    drop_quantization,
-    is_mxfp4,
-    scheme_in,
-    whole_config,
-)
+from .model_config import StoredConfig, auto_class, check_module, drop_quantization, is_mxfp4
 from .mtp_layouts import LEFT_OUT, mtp_prefixes
 from .quantized_loading import STORED_BY, QuantizedLinearsConfig, known_as, load_quantized, of_any_expert
 from .sharding import DIVISION, Division
@@ -128,23 +120,20 @@ def from_folder(
         eos = GenerationConfig.from_pretrained(str(source)).eos_token_id
         if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos or 0])):
             raise ValueError(f"{name}: {source} has eos_token_id {eos!r} in its generation config, expected token ids")
-    config = whole_config(source, name)
-    what = f"{name}: {source}"
+    stored = StoredConfig.read(source, name)
+    config, what, scheme = stored.whole, stored.what, stored.scheme
     kind = auto_class(config, what)
-    values = config_values(source, name)
-    scheme = scheme_in(values, what)
-    num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    mxfp4 = values["quantization_config"] if is_mxfp4(values) else None
+    num_layers = stored.text.num_hidden_layers
+    mxfp4 = stored.values["quantization_config"] if is_mxfp4(stored.values) else None
     drop_quantization(config)
     if division is not None and not mxfp4:
-        own_class = kind._model_mapping[type(config)]
-        return load_divided(own_class, config, source, dtype, name, division, scheme, draft_prefixes)
+        return load_divided(stored, dtype, division, draft_prefixes)
     own: dict[str, Any] = {}
     if mxfp4:
         config.quantization_config, own = mxfp4, {"quantization_config": Mxfp4Config(dequantize=True)}
     linears, theirs, other_experts, filled = set[str](), set[str](), set[str](), set[str]()
     if scheme is not None:
-        folder = local_folder(source, name)
+        folder = stored.folder()
         draft_prefixes += mtp_prefixes(tensor_names(folder), num_layers)
         names = {tensor for tensor in tensor_names(folder) if not tensor.startswith(draft_prefixes)}
         linears = scheme.linears(names)
@@ -160,27 +149,21 @@ def from_folder(
     except OSError:
         raise
     except Exception as error:  # sizes that no module has; experts that do not fit each other
-        stored = stored_tensors(Path(source)) if Path(source).is_dir() else {}
-        check_module(values, what)
-        raise does_not_load(what, "model", {tensor: each.shape for tensor, each in stored.items()}, error) from error
+        check_module(stored.values, what)
+        tensors = stored_tensors(Path(source)) if Path(source).is_dir() else {}
+        raise does_not_load(what, "model", {name: each.shape for name, each in tensors.items()}, error) from error
     draft_prefixes += mtp_prefixes(info["unexpected_keys"], num_layers)
     setattr(model, LEFT_OUT, draft_prefixes)
     known = known_as(theirs, model)
     if scheme is not None:
         filled = load_quantized(model, folder, scheme, linears, theirs, what)
         setattr(model, STORED_BY, scheme)
-    faults = []
-    if missing := sorted(set(info["missing_keys"]) - filled):
-        faults.append(f"lacks {some(missing)}")
     unexpected = (set(info["unexpected_keys"]) - known) | other_experts
-    if unknown := sorted(
+    others = sorted(
         name for name in unexpected - filled if not SCALE_NAME.fullmatch(name) and not name.startswith(draft_prefixes)
-    ):
-        faults.append(f"has {some(unknown)}, unknown to {type(model).__name__}")
-    for tensor, got, expected in sorted(info["mismatched_keys"])[:1]:
-        faults.append(f"has {tensor} of shape {list(got)}, expected {list(expected)}")
-    if faults:
-        raise ValueError(f"{what} {' and '.join(faults)}, expected every tensor of the model and no other")
+    )
+    missing = sorted(set(info["missing_keys"]) - filled)
+    Faults(missing, others, sorted(info["mismatched_keys"])).check(what, model, "model")
     if scheme is not None:
         check_scales(scheme, (float8_tensors(folder) & names) - theirs, what)
     elif mxfp4 is None and Path(source).is_dir():
@@ -211,7 +194,7 @@ def check_scales(scheme: Scheme, others: set[str], what: str) -> None:
     for tensor in sorted(others):
         path = tensor.removesuffix(".weight")
         if scheme.kept is Fp8Weight and path != tensor:
-            raise ValueError(f"{what} lacks {path}.{scheme.marks}, expected every tensor of the model and no other")
+            raise does_not_fit(what, f"lacks {path}.{scheme.marks}")
         raise ValueError(f"{what} has {tensor} in float8, expected float32, float16 or bfloat16")
 
 

@@ -6,6 +6,7 @@ No code of a folder is run, and no weight is read.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +19,9 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..layers.quantized import Fp8Weight
-from .checkpoint import LANGUAGE_MODEL, expect_kind, in_a_line
+from .checkpoint import LANGUAGE_MODEL, expect_kind, in_a_line, local_folder
 from .config_entries import NUM_EXPERTS, check_entries, check_raw, config_class, fault_of_entry, made_of
 from .formats import Scheme, Unsupported, scheme_of
 
@@ -47,31 +47,101 @@ QUANTIZATION = ("quantization_config", "compression_config")  # its names in con
 PLACEHOLDERS = tuple(f"{modality}_token_{end}" for end in ("index", "id") for modality in ("audio", "video", "image"))
 
 
+class Storage(NamedTuple):
+    """The formats in which an engine keeps a checkpoint's linears and experts, in words."""
+
+    linears: str
+    experts: str | None  # None: it has none
+
+
+@dataclass(frozen=True)
+class StoredConfig:
+    """The config of a language model's folder or hub id.
+
+    Attributes:
+        source: the folder or hub id.
+        name: of the model in errors.
+        values: the entries of its config.json.
+        whole: what transformers makes of them.
+        text: the part of it that is the language model's.
+        scheme: how linears are quantized; None: they are not.
+    """
+
+    source: str | Path
+    name: str
+    values: dict[str, Any]
+    whole: Any
+    text: Any
+    scheme: Scheme | None
+
+    @classmethod
+    def read(cls, source: str | Path, name: str = "model") -> StoredConfig:
+        """Read the config of a folder or hub id; errors call its model `name`.
+
+        Raises:
+            ValueError: the folder holds no language model, one that transformers does not know, one that is quantized
+                in an unsupported way, or an entry that is refused.
+            OSError: there is no config.
+        """
+        expect_kind(source, LANGUAGE_MODEL, name)
+        what = f"{name}: {source}"
+        values = read_values(source, what)
+        scheme = scheme_in(values, what)
+        if config_class(values) is None:
+            raise ValueError(
+                f"{what} has model_type {values.get('model_type')!r}, "
+                "expected one that transformers knows (code that comes with a model is not run)"
+            )
+        check_raw(values, what)
+        try:
+            whole = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
+        except OSError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{what} {fault_of_entry(values, config_from, error)}") from error
+        text = text_config(whole)
+        check_entries(text, what)
+        return cls(source, name, values, whole, text, scheme)
+
+    @property
+    def what(self) -> str:
+        """Return the name of the model and its source, for errors."""
+        return f"{self.name}: {self.source}"
+
+    def folder(self) -> Path:
+        """Return the folder itself, or the hub id's snapshot."""
+        return local_folder(self.source, self.name)
+
+    def storage(self) -> Storage:
+        """Describe how weights are kept."""
+        text, scheme = self.text, self.scheme
+        count = next((getattr(text, name) for name in NUM_EXPERTS if hasattr(text, name)), 0)
+        linears = "in the engine's dtype"
+        experts = "MXFP4, dequantized to the engine's dtype" if is_mxfp4(self.values) else "in the engine's dtype"
+        if scheme is not None:
+            kinds = {
+                "none": "",
+                "token": ", activations quantized per token",
+                "group": ", activations quantized per group",
+            }
+            activations = kinds.get(scheme.activations, ", activations quantized by the checkpoint's scales")
+            linears = f"in FP8{activations}" if scheme.kept is Fp8Weight else "in INT4"
+            experts = linears if keeps_experts(scheme, text.model_type) else "dequantized to the engine's dtype"
+        return Storage(linears, f"{count}, {experts}" if count else None)
+
+
 def config_of(model: str | Path | nn.Module, name: str = "model") -> Any:
-    """Return the text config of a folder, hub id or module; errors call it `name`.
+    """Return the text config of a folder, hub id or module; raises as `StoredConfig.read`."""
+    return module_config(model, name) if isinstance(model, nn.Module) else StoredConfig.read(model, name).text
+
+
+def read_values(source: str | Path, what: str) -> dict[str, Any]:
+    """Return the entries in the config of a folder or hub id, in errors `what`.
 
     Raises:
-        ValueError: the folder holds no language model, one that transformers does not know, or one that is quantized in
-            an unsupported way.
+        ValueError: what transformers refuses.
+        OSError: there is no config.
     """
-    if isinstance(model, nn.Module):
-        return module_config(model, name)
-    expect_kind(model, LANGUAGE_MODEL, name)
-    values = config_values(model, name)
-    scheme_in(values, f"{name}: {model}")
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise ValueError(
-            f"{name}: {model} has model_type {model_type!r}, "
-            "expected one that transformers knows (code that comes with a model is not run)"
-        )
-    config = text_config(whole_config(model, name))
-    check_entries(config, f"{name}: {model}")
-    return config
-
-
-def config_values(source: str | Path, name: str) -> dict[str, Any]:
-    """Return the entries in the config of a folder or hub id; raises as `whole_config`."""
     try:
         values, _ = PretrainedConfig.get_config_dict(str(source))
         if not isinstance(values, dict):
@@ -79,25 +149,8 @@ def config_values(source: str | Path, name: str) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"{name}: {source} has a config that transformers refuses ({in_a_line(error)})") from error
+        raise ValueError(f"{what} has a config that transformers refuses ({in_a_line(error)})") from error
     return values
-
-
-def whole_config(source: str | Path, name: str) -> Any:
-    """Return the config of a folder or hub id as transformers reads it.
-
-    Raises:
-        ValueError: an entry that transformers refuses.
-        OSError: there is no config.
-    """
-    values, what = config_values(source, name), f"{name}: {source}"
-    check_raw(values, what)
-    try:
-        return AutoConfig.from_pretrained(str(source), trust_remote_code=False)
-    except OSError:
-        raise
-    except Exception as error:
-        raise ValueError(f"{what} {fault_of_entry(values, config_from, error)}") from error
 
 
 def config_from(values: dict[str, Any]) -> Any:
@@ -124,9 +177,14 @@ def auto_class(config: Any, what: str) -> Any:
     raise ValueError(f"{what} has model_type {config.model_type!r}, expected a causal language model of transformers")
 
 
+def own_class(config: Any, what: str) -> Any:
+    """Return the class of a whole config's model; raises as `auto_class`."""
+    return auto_class(config, what)._model_mapping[type(config)]
+
+
 def empty_module(config: Any, what: str, dtype: torch.dtype | None = None) -> Any:
     """Return the module of a whole config without memory for its weights, none of them quantized."""
-    kind = auto_class(config, what)._model_mapping[type(config)]
+    kind = own_class(config, what)
     drop_quantization(config)
     with torch.device("meta"):
         return kind._from_config(config, dtype=dtype)
@@ -219,32 +277,6 @@ def scheme_in(values: dict[str, Any], what: str) -> Scheme | None:
 def keeps_experts(scheme: Scheme, model_type: str) -> bool:
     """Return whether experts stay in FP8; others are dequantized to the model's dtype."""
     return scheme.kept is Fp8Weight and model_type in FP8_EXPERTS
-
-
-class Storage(NamedTuple):
-    """The formats in which an engine keeps a checkpoint's linears and experts, in words."""
-
-    linears: str
-    experts: str | None  # None: it has none
-
-
-def storage_of(model: str | Path, config: Any) -> Storage:
-    """Describe how weights of a folder or hub id are kept, given its `config_of`.
-
-    Raises:
-        ValueError: as `scheme_in`.
-    """
-    values = config_values(model, "model")
-    scheme = scheme_in(values, str(model))
-    count = next((getattr(config, name) for name in NUM_EXPERTS if hasattr(config, name)), 0)
-    linears = "in the engine's dtype"
-    experts = "MXFP4, dequantized to the engine's dtype" if is_mxfp4(values) else "in the engine's dtype"
-    if scheme is not None:
-        kinds = {"none": "", "token": ", activations quantized per token", "group": ", activations quantized per group"}
-        activations = kinds.get(scheme.activations, ", activations quantized by the checkpoint's scales")
-        linears = f"in FP8{activations}" if scheme.kept is Fp8Weight else "in INT4"
-        experts = linears if keeps_experts(scheme, config.model_type) else "dequantized to the engine's dtype"
-    return Storage(linears, f"{count}, {experts}" if count else None)
 
 
 def is_mxfp4(values: dict[str, Any]) -> bool:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from .checkpoint import does_not_fit
+
 LEFT_OUT = "specdec_left_out"  # attribute of a target: prefixes of tensors in its checkpoint that it leaves out
 
 # Modules of an `MtpHead`.
@@ -242,7 +244,7 @@ def find_layout(names: Iterable[str], num_layers: int, what: str) -> tuple[MtpLa
     layers = layout.layers(names, num_layers)
     if not layers:
         projection = layout.prefix_of(num_layers) + layout.stored_name(f"{PROJECTION}.weight")
-        raise ValueError(f"{what} lacks {projection}")
+        raise does_not_fit(what, f"lacks {projection}", "layer")
     found = ", ".join(map(str, layers))
     if len(layers) > 1 and not layout.has_chains:
         raise ValueError(f"{what} has MTP layers {found}, expected one alone (a chain of this layout is not supported)")

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..layers.moe import QuantizedExperts
 from ..layers.quantized import Fp8Weight, QuantizedLinear, QuantizedWeight
-from .checkpoint import load_tensors
+from .checkpoint import does_not_fit, load_tensors
 from .formats import Scheme, fitting_weight
 from .model_config import keeps_experts, text_config
 
@@ -149,7 +149,7 @@ def load_quantized(
         if own[path] == head:
             raise ValueError(f"{what} has a quantized {path}, expected one of float32, float16 or bfloat16")
         if missing := sorted(scheme.tensors - given.keys()):
-            raise ValueError(f"{what} lacks {path}.{missing[0]}, expected every tensor of the model and no other")
+            raise does_not_fit(what, f"lacks {path}.{missing[0]}")
         weight = fitting_weight(scheme, given, f"{what} has a quantized {path}")
         if isinstance(linear, QuantizedLinear):
             expected = [linear.out_features, linear.in_features]
@@ -193,7 +193,7 @@ def unstack_experts(
     merged = merged_names((f"{path}.weight" for path in stacked), model)
     for path, given in stacked.items():
         if missing := sorted(scheme.tensors - given.keys()):
-            raise ValueError(f"{what} lacks {path}.{missing[0]}, expected every tensor of the model and no other")
+            raise does_not_fit(what, f"lacks {path}.{missing[0]}")
         experts, part = merged[f"{path}.weight"].rpartition(".")[0], path.rpartition(".")[2]
         if experts not in modules or not experts.endswith(".experts") or part not in PARTS:
             raise ValueError(f"{what} has a quantized {path}, expected quantized projections and experts alone")
