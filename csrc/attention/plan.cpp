@@ -185,7 +185,10 @@ const std::vector<KernelVariant>& kernel_variants() {
       for (const int tile_rows : {16, 32})
         for (const int warpgroups : {1, 2})
           if (!wide || warpgroups == 1) add(Kernel::kDequantRegisters, tile_rows, head_dim, true, 0, warpgroups);
-      if (wide) continue;
+      if (wide) {
+        for (const int tile_rows : {16, 64}) add(Kernel::kCluster, tile_rows, head_dim, false);
+        continue;
+      }
       add(Kernel::kDequantRegisters, 64, head_dim, true, 0, 2);
       for (const bool fp8 : {false, true}) {
         add(Kernel::kCluster, 16, head_dim, fp8, 0, 0, true);

@@ -38,13 +38,15 @@ int64_t tiles_of(int64_t rows, int tile_rows) { return (rows + tile_rows - 1) / 
 //   16    up to 16 rows; up to 64 rows if that makes at most 8 tiles; with FP8 pools also up to 32 rows, or 64 with
 //         short KV, if half of the SMs are enough for all tiles: mma.sync takes FP8 as stored
 //   64    up to 64 rows; more if that makes at most 16 tiles, or if KV is short and each of two blocks has an SM
-//   128   else: a block has an SM to itself, which is better than more clusters of fewer blocks each
+//   128   else: a block has an SM to itself, which is better than more clusters of fewer blocks each; not with head_dim
+//         256, where a block of 64 rows has one, too
 int cluster_tile_rows(const AttentionShape& shape, int64_t max_kv_len, const Device& device) {
   const int64_t rows = shape.rows(), tiles_of_16 = tiles_of(rows, 16);
   if (shape.fp8 && 2 * shape.pairs() * tiles_of_16 <= device.num_sms &&
       (tiles_of_16 <= 2 || (tiles_of_16 <= kMaxRowTiles && max_kv_len <= kShortTokens)))
     return 16;
   if (rows <= 64) return rows <= 16 || shape.pairs() * tiles_of_16 <= 8 ? 16 : 64;
+  if (shape.head_dim == 256) return 64;
   const int64_t tiles = shape.pairs() * tiles_of(rows, 64);
   return tiles <= 16 || (max_kv_len <= kShortTokens && 2 * tiles <= device.num_sms) ? 64 : 128;
 }
@@ -60,7 +62,7 @@ int cluster_tile_rows(const AttentionShape& shape, int64_t max_kv_len, const Dev
 //   more               1
 int sharing_clusters(const AttentionShape& shape, int64_t max_kv_len, int tile_rows) {
   const int64_t tiles = shape.pairs() * tiles_of(shape.rows(), tile_rows);
-  if (tile_rows != 16 || tiles == 0 || tiles > 8 || max_kv_len < kMinSharedTokens) return 1;
+  if (shape.head_dim == 256 || tile_rows != 16 || tiles == 0 || tiles > 8 || max_kv_len < kMinSharedTokens) return 1;
   if (tiles == 8) return shape.pairs() == 8 && max_kv_len >= kVeryLongTokens ? 2 : 1;
   if ((tiles == 3 || tiles == 4) && shape.pairs() <= 2 && max_kv_len >= kLongTokens) return 4;
   return static_cast<int>(8 / tiles);
@@ -78,12 +80,20 @@ int sharing_clusters(const AttentionShape& shape, int64_t max_kv_len, int tile_r
 //   TMA boxes
 //   up to 128 rows                                  16384
 //   more                                            10240
+//
+// With head_dim 256, where a block has an SM to itself, 16-bit pools and up to 4352 KV rows; up to 64 rows and with short
+// KV in at most a third as many clusters as there are SMs.
 bool use_clusters(const AttentionShape& shape, int64_t max_kv_len, const Device& device, int sharing) {
-  if (shape.fixed_split || shape.head_dim == 256) return false;
+  if (shape.fixed_split) return false;
   const int64_t rows = shape.rows(), tiles = tiles_of(rows, 64), clusters = shape.pairs() * tiles;
   // Up to 16 rows, and up to 64 rows with head_dim 64, two blocks are faster than one as long as each cluster has an
   // SM. Otherwise each of two blocks, of 64 rows or of 128, needs an SM.
   constexpr int64_t kMaxTwoBlockTokens = 4352;
+  if (shape.head_dim == 256) {
+    if (shape.fp8 || clusters == 0 || tiles > kMaxRowTiles || 2 * clusters > device.num_sms) return false;
+    const bool fits = tiles > 1 || max_kv_len > kShortTokens || 3 * clusters <= device.num_sms;
+    return fits && max_kv_len <= kMaxTwoBlockTokens;
+  }
   const int64_t wide_tiles = tiles_of(rows, 128);
   const bool two_blocks_per_sm = !shape.fp8 && max_kv_len <= kMaxTwoBlockTokens && (rows <= 16 || shape.head_dim == 64);
   const int64_t sms_needed = rows > 64 ? 2 * shape.pairs() * wide_tiles : two_blocks_per_sm ? clusters : 2 * clusters;
@@ -172,7 +182,7 @@ AttentionPlan plan_sm90(const AttentionShape& shape, int64_t max_kv_len, const D
     plan.sharing_clusters = sharing;
     plan.cluster_blocks = forced.cluster_blocks.value_or(cluster_blocks(shape, max_kv_len, device, tile_rows, sharing));
     plan.warpgroups = tile_rows == 128 ? 2 : 1;
-    plan.blocks_per_sm = tile_rows == 128 ? 1 : 2;
+    plan.blocks_per_sm = tile_rows == 128 || shape.head_dim == 256 ? 1 : 2;
     set_row_tiles(plan, shape);
     return plan;
   }

@@ -19,7 +19,7 @@ void tree_attention_cuda(const PlannedAttention& p, Stream stream) {
       case Kernel::kDequantSmem:
         return dequant_smem_attention<D>(p, plan, stream);
       case Kernel::kCluster:
-        if constexpr (D < 256) return cluster_attention<D>(p, plan, stream);
+        return cluster_attention<D>(p, plan, stream);
       case Kernel::kPlain:
         break;
     }

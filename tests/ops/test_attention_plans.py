@@ -114,7 +114,7 @@ NAMES = (
         ({"plan": "sm90.cluster.16.blocks9"}, "plan is sm90.cluster.16.blocks9, expected 2 to 8 blocks of a cluster"),
         ({"plan": "sm90.cluster.16.sharing0"}, "plan is sm90.cluster.16.sharing0, expected 1 to 8 clusters that share"),
         ({"plan": "sm90.cluster.64.sharing2"}, "plan is sm90.cluster.64.sharing2, expected one for head_dim 128 and 16-bit pools"),
-        ({"plan": "sm90.cluster.16", "head_dim": 256}, "plan is sm90.cluster.16, expected one for head_dim 256 and 16-bit pools"),
+        ({"plan": "sm90.cluster.128", "head_dim": 256}, "plan is sm90.cluster.128, expected one for head_dim 256 and 16-bit pools"),
         ({"plan": "sm90.wgmma.64", "fp8": True}, "plan is sm90.wgmma.64, expected one for head_dim 128 and 8-bit pools"),
         ({"plan": "sm90.wgmma.64.occupancy3"}, "plan is sm90.wgmma.64.occupancy3, expected occupancy1 or occupancy2"),
         ({"plan": "sm90.wgmma.128.occupancy2"}, "plan is sm90.wgmma.128.occupancy2, expected occupancy1"),

@@ -641,8 +641,8 @@ def test_tree_attention_of_random_shapes_and_options(device: torch.device, seed:
 
 
 def test_tree_attention_workspace_size_and_reuse(device: torch.device) -> None:
-    # head_dim is 256, since a few smaller requests may need no workspace.
-    cache = make_cache([900, 3000], [9] * 2, page_size=16, head_dim=256, dtype=torch.bfloat16, device=device)
+    # FP8 pools of head_dim 256, since a few other requests may need no workspace.
+    cache = make_cache([900, 3000], [9] * 2, page_size=16, head_dim=256, dtype=FP8, device=device)
     q = torch.randn(2, 9, 8, 256, device=device).bfloat16()
     want = sd.tree_attention(q, *cache.tensors())
     size = sd.tree_attention_workspace(q, cache.k_pool, cache.page_table)

@@ -21,7 +21,7 @@ template <int D>
 void dequant_registers_attention(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream);
 template <int D>
 void dequant_smem_attention(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream);
-template <int D>  // 64 or 128
+template <int D>
 void cluster_attention(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream);
 
 // Opt in to more than 48 KB of dynamic shared memory, which the runtime requires per kernel and device.

@@ -9,7 +9,7 @@
 // A block has four producer warps (two may dequantize) and four consumer warps, or eight for 128 rows. Grid:
 // [sharing_clusters x cluster_blocks, KV heads, requests x row_tiles]. Two blocks fit on an SM, with half of its shared
 // memory each, so that the next call's blocks start while this one's run and look up what to copy first; blocks of 128
-// rows take a whole SM. Traffic: the KV of each request once per row tile.
+// rows, or with head_dim 256, take a whole SM. Traffic: the KV of each request once per row tile.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -27,17 +27,17 @@ class ClusterAttention {
   static constexpr bool kSharing = kSharing_;
   static constexpr bool kDequantizes = std::is_same_v<Kv, Float8> && kRows > 16;
   static constexpr int kConsumers = kRows == 128 ? 8 : 4;
-  static constexpr int kBlocksPerSm = kRows == 128 ? 1 : 2;
+  static constexpr int kBlocksPerSm = kRows == 128 || D == 256 ? 1 : 2;
+  static constexpr int kStages = (D == 256 ? 768 : kRows == 128 ? 640 : 384) / D;
   // mma.sync takes FP8 pools as stored, in tiles of 128 tokens, which have the bytes of 64 tokens in 16 bits.
-  using Ring =
-      std::conditional_t<kDequantizes,
-                         ClusterDequantRing<D, 256 / D, 256 / D, (kRows == 128 ? 1024 : 256) / D, kConsumers>,
-                         ClusterRing<128 / sizeof(Kv), sizeof(Kv) * D, (kRows == 128 ? 640 : 384) / D, kConsumers>>;
+  using Ring = std::conditional_t<kDequantizes,
+                                  ClusterDequantRing<D, 256 / D, 256 / D, (kRows == 128 ? 1024 : 256) / D, kConsumers>,
+                                  ClusterRing<128 / sizeof(Kv), sizeof(Kv) * D, kStages, kConsumers>>;
   using Accumulator = std::conditional_t<kRows == 16, ClusterMma<T, Kv, D, Ring>, ClusterWgmma<T, Kv, D, Ring>>;
   static constexpr int kWarps = kConsumers + 4, kThreads = kWarps * kWarp;  // the last warps produce or dequantize
   // The first warps write: code that more warps run is fetched more often.
   static constexpr int kWriters = kSharing ? kConsumers : kWarps;
-  static constexpr int kConsumerRegisters = kRows == 128 ? 208 : 168, kProducerRegisters = 88;
+  static constexpr int kConsumerRegisters = D == 256 ? 240 : kRows == 128 ? 208 : 168, kProducerRegisters = 88;
   static constexpr bool kPartialsInStages = Accumulator::kPartialsInStages;
   using Partials = ClusterPartials<D, kRows>;
 
@@ -262,12 +262,19 @@ void launch_cluster(const TreeAttentionParams& p, const DevicePlan& plan, Stream
 // Instantiated by instantiations/, one file per head dimension, so that they compile in parallel.
 template <int D>
 void cluster_attention(const TreeAttentionParams& p, const DevicePlan& plan, Stream stream) {
-  with_16_bit_types(p, [&]<class T, class Kv>() {
-    if (plan.sharing_clusters > 1) return launch_cluster<T, Kv, D, 16, true>(p, plan, stream);
-    if (plan.tile_rows == 16) return launch_cluster<T, Kv, D, 16>(p, plan, stream);
-    if (plan.tile_rows == 64) return launch_cluster<T, Kv, D, 64>(p, plan, stream);
-    launch_cluster<T, Kv, D, 128>(p, plan, stream);
-  });
+  if constexpr (D == 256) {
+    with_16_bit_type(p.dtype, [&]<class T>() {
+      if (plan.tile_rows == 16) return launch_cluster<T, T, D, 16>(p, plan, stream);
+      launch_cluster<T, T, D, 64>(p, plan, stream);
+    });
+  } else {
+    with_16_bit_types(p, [&]<class T, class Kv>() {
+      if (plan.sharing_clusters > 1) return launch_cluster<T, Kv, D, 16, true>(p, plan, stream);
+      if (plan.tile_rows == 16) return launch_cluster<T, Kv, D, 16>(p, plan, stream);
+      if (plan.tile_rows == 64) return launch_cluster<T, Kv, D, 64>(p, plan, stream);
+      launch_cluster<T, Kv, D, 128>(p, plan, stream);
+    });
+  }
 }
 
 }  // namespace specdec::attention

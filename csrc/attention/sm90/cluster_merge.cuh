@@ -76,13 +76,16 @@ struct ClusterPartials {
         for (int step = kMaxCluster / 2; step > 0; step /= 2)
           sum.row_sum += __shfl_xor_sync(kFullMask, sum.row_sum, step);
         sum.row_sum = __shfl_sync(kFullMask, sum.row_sum, 0);
-        float4& to = sum.x[0];
 #pragma unroll
         for (int k = 0; k < static_cast<int>(kMaxCluster); ++k) {
-          float4 x{};
-          if (k < size && PartialRow<D>::has_columns()) x = *reinterpret_cast<const float4*>(&out[slot + k][4 * lane]);
           const float factor = __shfl_sync(kFullMask, weight, k);
-          to.x += factor * x.x, to.y += factor * x.y, to.z += factor * x.z, to.w += factor * x.w;
+#pragma unroll
+          for (int v = 0; v < PartialRow<D>::kVectors; ++v) {
+            float4 x{}, &to = sum.x[v];
+            if (k < size && PartialRow<D>::has_columns())
+              x = *reinterpret_cast<const float4*>(&out[slot + k][4 * lane + 128 * v]);
+            to.x += factor * x.x, to.y += factor * x.y, to.z += factor * x.z, to.w += factor * x.w;
+          }
         }
       }
       if constexpr (kSharing)
