@@ -38,7 +38,7 @@ class GptOss(Llama):
             return (ups + 1) * gates * torch.sigmoid(gates * alpha)
 
         return MoE(
-            SoftmaxRouter(linear_of(module.router), module.router.top_k, norm_topk_prob=True),
+            SoftmaxRouter.of(linear_of(module.router), module.router.top_k, norm_topk_prob=True),
             Experts(
                 experts.gate_up_proj.detach(),
                 experts.down_proj.detach(),

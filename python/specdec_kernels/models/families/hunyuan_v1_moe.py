@@ -18,5 +18,5 @@ class HunYuanMoE(HunYuanDense):
     model_type = "hunyuan_v1_moe"
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
-        router = SoftmaxRouter(linear_of(module.gate.wg), module.gate.top_k, norm_topk_prob=True)
+        router = SoftmaxRouter.of(linear_of(module.gate.wg), module.gate.top_k, norm_topk_prob=True)
         return MoE(router, experts_of(module.experts), gated_mlp(module.shared_mlp))

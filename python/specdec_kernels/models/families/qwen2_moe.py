@@ -26,9 +26,5 @@ def shared_moe(module: Any) -> FeedForward:
     if not hasattr(module, "experts"):
         return gated_mlp(module)
     norm_topk_prob = getattr(module.gate, "norm_topk_prob", True)  # Qwen3.5 always normalizes
-    return MoE(
-        softmax_router(module.gate, norm_topk_prob),
-        experts_of(module.experts),
-        gated_mlp(module.shared_expert),
-        linear_of(module.shared_expert_gate),
-    )
+    router = softmax_router(module.gate, norm_topk_prob, linear_of(module.shared_expert_gate))
+    return MoE(router, experts_of(module.experts), gated_mlp(module.shared_expert))

@@ -40,5 +40,5 @@ def experts_of(module: Any) -> Experts:
     )
 
 
-def softmax_router(module: Any, norm_topk_prob: bool) -> Router:
-    return SoftmaxRouter(Linear(module.weight.detach(), None), module.top_k, norm_topk_prob)
+def softmax_router(module: Any, norm_topk_prob: bool, shared_gate: Linear | None = None) -> Router:
+    return SoftmaxRouter.of(Linear(module.weight.detach(), None), module.top_k, norm_topk_prob, shared_gate)

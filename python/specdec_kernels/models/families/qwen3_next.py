@@ -8,10 +8,11 @@ import torch
 
 from ..layers.attention import Attention
 from ..layers.head_layout import HeadLayout, reordered
-from ..layers.linear import Projection, linear_of
+from ..layers.linear import Projection, Projections, SeparateProjections, SplitProjection, concatenated, linear_of
 from ..layers.mixer import Mixer
 from ..layers.mlp import FeedForward
 from ..layers.norm import RMSNorm, gemma_rms_norm_of
+from ..layers.quantized import QuantizedLinear
 from ..layers.recurrent import Conv, GatedDeltaNet, GatedRMSNorm
 from ..state_cache import ConvSpec, RecurrenceSpec, StateSpec
 from .base import register
@@ -47,8 +48,9 @@ class Qwen3Next(Hybrid):
         queries, gates = list(range(0, 2 * heads, 2)), list(range(1, 2 * heads, 2))
         others = range(2 * heads, 2 * (heads + kv_heads))
         q_norm, k_norm = (layout.norm(self.norm(norm)) for norm in (module.q_norm, module.k_norm))
+        projections = module.q_proj, module.k_proj, module.v_proj
         return Attention(
-            qkv=layout.qkv(kv_heads, module.q_proj, module.k_proj, module.v_proj, order=[*queries, *others]),
+            qkv=layout.qkv(kv_heads, *projections, order=[*queries, *others], gates=gates),
             out=layout.out(module.o_proj),
             rotations=layout.rotations,
             kv_heads=kv_heads,
@@ -56,7 +58,7 @@ class Qwen3Next(Hybrid):
             q_norm=q_norm,
             k_norm=k_norm,
             scale=module.scaling,
-            gate=layout.gate(module.q_proj, gates),
+            num_gates=heads,
         )
 
     def delta_net(self, module: Any) -> GatedDeltaNet:
@@ -64,7 +66,6 @@ class Qwen3Next(Hybrid):
             conv=Conv.of(module.conv1d, "silu"),
             out=linear_of(module.out_proj),
             in_proj=self.in_proj(module),
-            gates_proj=self.gates_proj(module),
             decay=-module.A_log.detach().float().exp(),
             dt_bias=module.dt_bias.detach(),
             norm=GatedRMSNorm(module.norm.weight.detach(), module.norm.variance_epsilon),
@@ -92,20 +93,33 @@ class Qwen3Next(Hybrid):
             "linear_attn.out_proj": "rowwise",
         }
 
-    def in_proj(self, module: Any) -> Projection:
-        """Return the projection of queries, keys, values and gates, which the module has key head by key head."""
+    @property
+    def in_proj_sizes(self) -> tuple[int, int, int, int]:
+        """Outputs of the projections of a delta net, as `GatedDeltaNet.in_proj` has them."""
         sizes = self.delta_sizes
-        values = sizes.value_heads // sizes.key_heads * sizes.value_dim
-        order = by_part([sizes.key_dim, sizes.key_dim, values, values], sizes.key_heads)
-        return reordered(module.in_proj_qkvz, order, module.A_log.device)
+        values = sizes.value_heads * sizes.value_dim
+        return 2 * sizes.key_heads * sizes.key_dim + values, values, sizes.value_heads, sizes.value_heads
 
-    def gates_proj(self, module: Any) -> Projection:
-        sizes = self.delta_sizes
-        order = by_part([sizes.value_heads // sizes.key_heads] * 2, sizes.key_heads)
-        return reordered(module.in_proj_ba, order, module.A_log.device)
+    def in_proj(self, module: Any) -> Projections:
+        """Return the projections of a delta net, which the module has key head by key head."""
+        sizes, linears = self.delta_sizes, (module.in_proj_qkvz, module.in_proj_ba)
+        each = sizes.value_heads // sizes.key_heads
+        values = each * sizes.value_dim
+        orders = [by_part(parts, sizes.key_heads) for parts in ([sizes.key_dim] * 2 + [values] * 2, [each] * 2)]
+        if any(isinstance(linear, QuantizedLinear) for linear in linears):
+            device = module.A_log.device
+            rows, gates = (reordered(linear, order, device) for linear, order in zip(linears, orders, strict=True))
+            return separate(rows, gates, self.in_proj_sizes)
+        order = [*orders[0], *(len(orders[0]) + i for i in orders[1])]
+        return SplitProjection(concatenated(*linears).permute_outputs(order), self.in_proj_sizes)
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         return shared_moe(module)
+
+
+def separate(rows: Projection, gates: Projection, sizes: tuple[int, int, int, int]) -> Projections:
+    """Return the projections of a delta net: two outputs of `rows` and two of `gates`."""
+    return SeparateProjections((SplitProjection(rows, sizes[:2]), SplitProjection(gates, sizes[2:])))
 
 
 def by_part(parts: list[int], groups: int) -> list[int]:

@@ -21,7 +21,7 @@ class Attention:
     `attach_caches` sets `cache` once the model has its pools.
     """
 
-    qkv: Projection  # a Linear, mostly; [(heads + 2 * kv_heads) * head_dim, in]
+    qkv: Projection  # a Linear, mostly; [(heads + 2 * kv_heads + num_gates) * head_dim, in]
     out: Linear
     rotations: Tensor  # [num_positions, head_dim] float32, from `HeadLayout`
     kv_heads: int
@@ -36,6 +36,7 @@ class Attention:
     q_factors: Tensor | None = None
     # [heads * head_dim, in], or [heads, in] for one gate a head; the sigmoid of its output multiplies attention's.
     gate: Projection | None = None
+    num_gates: int = 0  # heads of such gates after those of qkv: all query heads, without `gate`
     cache: LayerKv = field(init=False)
 
     @property
@@ -48,18 +49,25 @@ class Attention:
         Returns:
             The queries [*positions, heads, head_dim].
         """
-        qkv = self.qkv(x).view(*positions.shape, -1, self.head_dim)
+        return self._project(x, positions, batch)[0]
+
+    def _project(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> tuple[Tensor, Tensor]:
+        """Write the KV, and return the queries and the gates [*positions, num_gates, head_dim] that follow qkv."""
+        heads = self.qkv(x).view(*positions.shape, -1, self.head_dim)
+        qkv, gates = heads.split([heads.shape[-2] - self.num_gates, self.num_gates], -2)
         q = batch.rope_and_write(qkv, self.rotations, positions, self.cache, q_norm=self.q_norm, k_norm=self.k_norm)
         if self.q_factors is not None:
             q *= self.q_factors[positions.clamp(0, len(self.q_factors) - 1)][..., None, :]
-        return q
+        return q, gates
 
     def __call__(self, x: Tensor, positions: Tensor, batch: PagedBatch) -> Tensor:
         """Return the attention output [T, heads * head_dim] for x [T, in], before the projection `out`."""
-        q = self.write_cache(x, positions, batch)
+        q, gates = self._project(x, positions, batch)
         out = batch.attend(
             q, self.cache, scale=self.scale, window=self.window, soft_cap=self.soft_cap, sinks=self.sinks
         )
+        if self.num_gates:
+            out = out * gates.sigmoid()
         out = out.flatten(-2).flatten(0, -2)
         if self.gate is None:
             return out

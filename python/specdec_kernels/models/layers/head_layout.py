@@ -78,19 +78,21 @@ class HeadLayout:
         kv_heads: int,
         *linears: Any,
         order: Sequence[int] | None = None,
+        gates: Sequence[int] = (),
         normed: Callable[[Projection], Projection] | None = None,
     ) -> Projection:
-        """Return the fused projection of queries, keys and values.
+        """Return the fused projection of queries, keys and values, and of gates after them.
 
         Args:
             kv_heads: of keys, and of values.
             linears: one module each, or one for all.
             order: which head of the modules' output each of ours is; None: all of them, in our order.
+            gates: which of these heads are gates of attention's output, not among `order`.
             normed: wraps a projection whose heads have the model's layout, e.g. with norms.
         """
         heads = sum(linear.out_features for linear in linears) // self.dim if order is None else len(order)
-        orders = [self._order] * (heads - kv_heads) + [self._padded] * kv_heads
-        elements = self._elements(orders, range(heads) if order is None else order)
+        orders = [self._order] * (heads - kv_heads) + [self._padded] * (kv_heads + len(gates))
+        elements = self._elements(orders, [*(range(heads) if order is None else order), *gates])
         quantized = any(isinstance(linear, QuantizedLinear) for linear in linears)
         is_permuted = elements != list(range(sum(linear.out_features for linear in linears)))
         if is_permuted and normed is None and not quantized:
@@ -106,10 +108,8 @@ class HeadLayout:
         whole, elements = self._padded_linear(linear, linear.in_features)
         return whole if elements is None else whole.permute_inputs(elements)
 
-    def gate(self, linear: Any, order: Sequence[int] | None = None) -> Projection:
-        """Return the projection of the gates of attention's output, of all heads of a linear or of these."""
-        if order is not None:
-            return reordered(linear, self._elements([self._padded] * len(order), order), self.rotations.device)
+    def gate(self, linear: Any) -> Projection:
+        """Return the projection of the gates of attention's output."""
         whole, elements = self._padded_linear(linear, linear.out_features)
         return whole if elements is None else whole.permute_outputs(elements)
 

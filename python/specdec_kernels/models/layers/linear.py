@@ -22,10 +22,10 @@ from .reduction import LOCAL, Columns, Reduction, reduction_of
 
 
 class Projection(Protocol):
-    """Computes queries, keys and values."""
+    """Computes a projection, such as queries, keys and values."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """Return [..., (heads + 2 * kv_heads) * head_dim] from [..., in]."""
+        """Return [..., out] from [..., in]."""
 
 
 class Linear(NamedTuple):
@@ -107,6 +107,32 @@ class Linear(NamedTuple):
         """Return a copy whose input i is input order[i], or ignored where that is -1."""
         assert isinstance(self.weight, Tensor)
         return self._replace(weight=permuted(self.weight.t(), order).t().contiguous())
+
+
+class Projections(Protocol):
+    """Computes several projections of one input."""
+
+    def __call__(self, x: Tensor, /) -> Sequence[Tensor]:
+        """Return [..., out] of each from [..., in]."""
+
+
+class SplitProjection(NamedTuple):
+    """Several projections of one input as one."""
+
+    whole: Projection
+    sizes: tuple[int, ...]  # of the outputs, which are next to each other; what follows them is left out
+
+    def __call__(self, x: Tensor, /) -> Sequence[Tensor]:
+        return torch.split(self.whole(x)[..., : sum(self.sizes)], list(self.sizes), dim=-1)
+
+
+class SeparateProjections(NamedTuple):
+    """Projections of one input that cannot be one, such as those of different dtypes."""
+
+    parts: tuple[Projections, ...]
+
+    def __call__(self, x: Tensor, /) -> Sequence[Tensor]:
+        return [out for part in self.parts for out in part(x)]
 
 
 def permuted(tensor: Tensor, order: list[int]) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from ... import _C
 from ...ops import Routing, moe_grouped_gemm, moe_route, silu_and_mul, small_m_gemm
 from .fp8 import FP8, GROUP, fake_quantize, quantize_activations
-from .linear import Linear
+from .linear import Linear, Projections, SeparateProjections, SplitProjection
 from .mlp import Activation, FeedForward, GatedMLP, gated
 from .outputs import ExpertOutputs, LayerOutput, PartialSum, combined
 from .quantized import Fp8Weight, dequantize_weight, groups_of
@@ -76,18 +76,20 @@ class TopKRouter(Router):
     top_k: int
     n_group: int
 
-    def __call__(self, x: Tensor, num_shared: int = 0, shared_gate: Tensor | None = None) -> Routing:
-        """Return the routing of rows [T, H], with shared experts as `moe_route` adds them.
+    def __call__(self, x: Tensor) -> Routing:
+        """Return the routing of rows [T, H]."""
+        return self.route(self.scores(x)[0])
+
+    def route(self, scores: Tensor, num_shared: int = 0, shared_gate: Tensor | None = None) -> Routing:
+        """Return the routing by scores, with shared experts as `moe_route` adds them.
 
         Args:
-            x: the rows.
+            scores: as `scores` returns them.
             num_shared: shared experts. If there are any, `moe_route` is used on every device, and sizes must fit it.
-            shared_gate: scores [T, 1] of their gate; None: they have none.
+            shared_gate: scores of their gate; None: they have none.
         """
-        scores = self.scores(x)
         if num_shared or (scores.is_cuda and self.fits_moe_route(*scores.shape)):
-            gate = None if shared_gate is None else shared_gate.to(scores.dtype)
-            return moe_route(scores, self.top_k, num_shared=num_shared, shared_gate=gate, **self.options())
+            return moe_route(scores, self.top_k, num_shared=num_shared, shared_gate=shared_gate, **self.options())
         return self.by_torch(scores)
 
     def fits_moe_route(self, rows: int, experts: int, num_shared: int = 0) -> bool:
@@ -97,8 +99,8 @@ class TopKRouter(Router):
         return fits and (self.n_group == 1 or self.n_group <= min(MAX_GROUPS, experts // 2))
 
     @abstractmethod
-    def scores(self, x: Tensor) -> Tensor:
-        """Return the scores [T, experts] of rows [T, H]."""
+    def scores(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores [T, experts] of rows [T, H], and [T, 1] of the gate of a shared expert, if there is one."""
 
     @abstractmethod
     def options(self) -> dict[str, Any]:
@@ -117,13 +119,31 @@ class SoftmaxRouter(TopKRouter):
     softmax over the scores of the chosen experts alone.
     """
 
-    gate: Linear  # [experts, H]
+    gates: Projections  # [experts, H], and [1, H] of a shared expert
     top_k: int
     norm_topk_prob: bool
     n_group: int = field(default=1, init=False)
 
-    def scores(self, x: Tensor) -> Tensor:
-        return self.gate(x)
+    @classmethod
+    def of(cls, gate: Linear, top_k: int, norm_topk_prob: bool, shared_gate: Linear | None = None) -> SoftmaxRouter:
+        """Return the router with a gate [experts, H], and that of a shared expert [1, H], which share one GEMM.
+
+        The gates become one copy, unless one of them is quantized or has a bias.
+        """
+        experts, _ = gate.weight.shape
+        gates: Projections = SplitProjection(gate, (experts,))
+        if shared_gate is None:
+            return cls(gates, top_k, norm_topk_prob)
+        weights = [linear.weight for linear in (gate, shared_gate) if isinstance(linear.weight, Tensor)]
+        if len(weights) == 2 and gate.bias is None and shared_gate.bias is None:
+            rows = -(experts + 1) % 8  # so that rows of scores start on 16 bytes
+            whole = functional.pad(torch.cat(weights), (0, 0, 0, rows))
+            return cls(SplitProjection(Linear(whole, None), (experts, 1)), top_k, norm_topk_prob)
+        return cls(SeparateProjections((gates, SplitProjection(shared_gate, (1,)))), top_k, norm_topk_prob)
+
+    def scores(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        scores, *shared = self.gates(x)
+        return scores, next(iter(shared), None)
 
     def options(self) -> dict[str, Any]:
         return {"renormalize": self.norm_topk_prob}
@@ -147,8 +167,8 @@ class GroupedSoftmaxRouter(TopKRouter):
     topk_group: int
     routed_scaling_factor: float
 
-    def scores(self, x: Tensor) -> Tensor:
-        return router_logits(x, self.weight)
+    def scores(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return router_logits(x, self.weight), None
 
     def options(self) -> dict[str, Any]:
         return {"scale": self.routed_scaling_factor, "n_group": self.n_group, "topk_group": self.topk_group}
@@ -181,8 +201,8 @@ class SigmoidRouter(TopKRouter):
     routed_scaling_factor: float = 1.0
     eps: float = 1e-20  # added to the sum by which weights are divided
 
-    def scores(self, x: Tensor) -> Tensor:
-        return router_logits(x, self.weight)
+    def scores(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return router_logits(x, self.weight), None
 
     def options(self) -> dict[str, Any]:
         return {
@@ -523,7 +543,7 @@ def grouped_gemm(part: str, rows: Tensor, weight: Tensor, routing: Routing, dtyp
 
 @dataclass(frozen=True)
 class MoE(FeedForward):
-    """Routed experts and, if any, a shared expert that all rows pass, with a gate of its own.
+    """Routed experts and, if any, a shared expert that all rows pass. Its gate, if it has one, is the router's.
 
     For few rows on a GPU the shared expert costs no launches: `moe_grouped_gemm` multiplies it as one or several more
     experts of all rows, whose weight is the sigmoid of its gate. Their outputs are summed in float32.
@@ -532,7 +552,6 @@ class MoE(FeedForward):
     router: Router
     experts: Experts
     shared: GatedMLP | None = None
-    shared_gate: Linear | None = None  # [1, H]; the sigmoid of its output multiplies the shared expert's
 
     def __post_init__(self) -> None:
         reduction = self.experts.reduction
@@ -561,18 +580,23 @@ class MoE(FeedForward):
     def together(self, normed: Tensor, num_shared: int) -> ExpertOutputs:
         """Return the outputs of routed experts, and of the shared one as `num_shared` more of them."""
         assert isinstance(self.router, TopKRouter)
-        gate = None if self.shared_gate is None else self.shared_gate(normed)
-        return self.experts.expert_outputs(normed, self.router(normed, num_shared, gate), self.shared)
+        scores, gate = self.router.scores(normed)
+        return self.experts.expert_outputs(normed, self.router.route(scores, num_shared, gate), self.shared)
 
     def apart(self, normed: Tensor) -> Tensor | ExpertOutputs:
         """Return the outputs of routed experts, or the sum of these and of the shared one's, which has own launches."""
-        routing = self.router(normed)
+        gate: Tensor | None = None
+        if isinstance(self.router, TopKRouter):
+            scores, gate = self.router.scores(normed)
+            routing = self.router.route(scores)
+        else:
+            routing = self.router(normed)
         if self.shared is None and self.experts.plan(normed, routing) == "moe_grouped_gemm":
             return self.experts.expert_outputs(normed, routing)
         out = self.experts(normed, routing)
         if self.shared is not None:
             shared = self.shared.output(normed)
-            out = out + (shared if self.shared_gate is None else self.shared_gate(normed).sigmoid() * shared)
+            out = out + (shared if gate is None else gate.sigmoid() * shared)
         return out
 
 

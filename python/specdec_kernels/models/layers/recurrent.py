@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ...ops import compute_gates, gated_rms_norm, tree_conv1d, tree_recurrence
 from ..state_cache import ConvSpec, LayerState, RecurrenceSpec, StateSpec
-from .linear import Linear, Projection, fused, linear_of
+from .linear import Linear, Projections, fused, linear_of
 from .paged_batch import PagedBatch, Sequences
 from .reduction import LOCAL, Reduction
 
@@ -178,8 +178,9 @@ class GatedDeltaNet(RecurrentMixer):
     Queries, keys and values pass one convolution; queries and keys are L2-normalized. Value heads share key heads.
     """
 
-    in_proj: Projection  # [2 * keys + 2 * values, H]: queries, keys, values, gates
-    gates_proj: Projection  # [2 * value_heads, H]: logits of beta, then what the decay depends on
+    # Queries, keys and values; gates; logits of beta; what the decay depends on: [2 * keys + values, H], [values, H],
+    # [value_heads, H] twice.
+    in_proj: Projections
     decay: Tensor  # [value_heads] float32, -exp(A_log)
     dt_bias: Tensor  # [value_heads]
     norm: GatedRMSNorm  # of each head
@@ -194,9 +195,8 @@ class GatedDeltaNet(RecurrentMixer):
     def mix(self, x: Tensor, rows: Sequences) -> Tensor:
         sizes = self.sizes
         keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
-        mixed, gate = torch.split(self.in_proj(x), [2 * keys + values, values], dim=-1)
+        mixed, gate, beta_logits, steps = self.in_proj(x)
         q, k, v = torch.split(self.conv(mixed, self.cache, rows), [keys, keys, values], dim=-1)
-        beta_logits, steps = self.gates_proj(x).chunk(2, dim=-1)
         out = recurrence(
             heads_of(q, sizes.key_heads),
             heads_of(k, sizes.key_heads),
