@@ -23,16 +23,15 @@ constexpr int64_t kTimedOnce = 10'000'000, kTimedMost = 40'000'000;  // ns
 // rows, or than kOfProportion times that of fewer rows in proportion.
 constexpr int kTimedAgain = 4;
 constexpr double kOfProportion = 1.5;
-// Most distinct first tokens.
-constexpr int64_t kRoots = 16;
 // The n-gram group and the first id of these requests, which no others have.
 constexpr int32_t kGroup = std::numeric_limits<int32_t>::max();
 constexpr int64_t kFirstId = int64_t{1} << 62;
 
 }  // namespace
 
-// Times rounds of synthetic requests that hold the first slots. Each begins with one token and ends only at max_len. A
-// slot that gets no pages takes no part, as in any round.
+// Times rounds of synthetic requests that hold the first slots. Each begins with one token, another for each slot where
+// the vocabulary has as many, since equal texts choose the same experts. It ends only at max_len. A slot that gets no
+// pages takes no part, as in any round.
 class Scheduler::RoundTimer {
  public:
   // Takes distinct ids from `next_id` on: to a draft, an id seen before is a retracted request that comes back.
@@ -95,10 +94,10 @@ class Scheduler::RoundTimer {
 
   void begin() {
     std::vector<Request> requests;
-    const auto roots = static_cast<int32_t>(std::min(kRoots, scheduler_.config_.vocab_size));
+    const auto vocab_size = static_cast<int32_t>(scheduler_.config_.vocab_size);
     for (const int32_t slot : slots_)
       requests.push_back({.id = next_id_++,
-                          .text = {slot % roots},
+                          .text = {slot % vocab_size},
                           .emitted = 1,
                           .remaining = scheduler_.config_.max_len,
                           .slot = slot,
