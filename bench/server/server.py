@@ -95,11 +95,11 @@ def serving(engine: Engine) -> Iterator[Clients]:
     """Serve an engine as `specdec serve` does, and start its clients."""
     import uvicorn
 
-    from specdec_kernels.server import Settings, make_app, serving_process
+    from specdec_kernels.server import Connection, Settings, make_app, serving_process
 
     with engine, socket.create_server(("127.0.0.1", 0)) as listener:
         app = make_app(AsyncEngine(engine), Settings(MODEL, defaults={"temperature": 0.0}))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+        server = uvicorn.Server(uvicorn.Config(app, http=Connection, log_level="error", lifespan="off", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         clients = Clients(listener.getsockname()[1])

@@ -7,6 +7,7 @@ import gc
 import http.client
 import importlib.util
 import json
+import logging
 import re
 import signal
 import socket
@@ -920,6 +921,26 @@ def test_client_disconnect_releases_slots(server: Running, stream: bool) -> None
     assert b'finished_reason="cancelled"' in metrics.text()
 
 
+def test_lost_connection_ends_all_of_its_requests(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Three requests are sent at once: the first runs, the others wait for its response."""
+    body = json.dumps({"prompt": [TEXT] * 3, "max_tokens": LONG, "ignore_eos": True}).encode()
+    one = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    metrics = server.app.state.server.metrics
+    with caplog.at_level(logging.INFO):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(one * 3)
+            wait_for(lambda: metrics.num_open == 3)
+        wait_for(lambda: "status=" in caplog.text)
+        server.wait_until_idle()
+    [line] = [record for record in caplog.records if record.name == "specdec_kernels.server"]
+    assert re.fullmatch(
+        rf'id=\w+ method=POST path={COMPLETIONS} status=499 .*finish=cancelled .*reason="the client has left" .*',
+        line.getMessage(),
+    )
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    expect_nothing_left(server.engine)
+
+
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_request_timeout_is_reported(server: Running, client: OpenAI, stream: bool) -> None:
     """By status before the first token and for whole answers; by the last event of a stream."""
@@ -1122,17 +1143,32 @@ def test_sigterm_lets_requests_finish() -> None:
         process.communicate()
 
 
-def test_shutdown_timeout_aborts_requests(server: Running) -> None:
-    """Requests still running are aborted, and their clients notified."""
+def test_end_of_drain_time_aborts_requests() -> None:
+    """Clients of running requests and of uploads are notified, and the process ends without a traceback."""
+    process, line = start("--drain-seconds", "0")
+    running = Running(int(line.strip().rsplit(":", 1)[1]), None, None)  # type: ignore[arg-type]
     body = {"prompt": TEXT, "max_tokens": LONG, "ignore_eos": True, "stream": True}
-    with server.connection() as connection:
-        connection.request("POST", COMPLETIONS, json.dumps(body))
-        response = connection.getresponse()
-        response.read1(10)
-        server.app.state.server.cancel_all()
-        last = response.read().split(b"\n\n")[-2]
-        assert json.loads(last[6:])["error"]["message"] == "the request was cancelled, expected to be sent again"
-    server.wait_until_idle()
+    try:
+        with running.connection() as stream, running.connection() as upload:
+            upload.putrequest("POST", COMPLETIONS)
+            upload.putheader("Content-Length", "100")
+            upload.endheaders(b"{")
+            stream.request("POST", COMPLETIONS, json.dumps(body))
+            response = stream.getresponse()
+            response.read1(10)
+            process.send_signal(signal.SIGTERM)
+            last = response.read().split(b"\n\n")[-2].removeprefix(b"data: ")
+            refused = upload.getresponse()
+            assert refused.status == 503
+            for answer in (last, refused.read()):
+                message = json.loads(answer)["error"]["message"]
+                assert message == "the request was cancelled, expected to be sent again"
+        _, err = process.communicate(timeout=300)
+        [refusal] = err.splitlines()
+        assert process.returncode == 0 and " status=503 " in refusal
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from specdec_kernels.cli.engine_flags import TINY_TEMPLATE
 from specdec_kernels.engine import AsyncEngine, Engine
-from specdec_kernels.server import Settings, make_app
+from specdec_kernels.server import Connection, Settings, make_app
 
 NAME = "tiny"
 
@@ -78,7 +78,7 @@ def serving(engine: Engine, **settings: Any) -> Iterator[Running]:
     given = {"model_name": NAME, "chat_template": TINY_TEMPLATE, "defaults": {"temperature": 0.0}} | settings
     with engine, socket.create_server(("127.0.0.1", 0)) as listener:
         app = make_app(AsyncEngine(engine), Settings(**given))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", ws="none"))
+        server = uvicorn.Server(uvicorn.Config(app, http=Connection, log_level="error", lifespan="off", ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

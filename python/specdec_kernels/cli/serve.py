@@ -318,6 +318,8 @@ def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: 
     """Serve until SIGTERM or SIGINT, and then until running requests have finished."""
     import uvicorn
 
+    from ..server import Connection
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -334,9 +336,16 @@ def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: 
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             if args.drain_seconds is not None:
-                asyncio.get_running_loop().call_later(args.drain_seconds, app.state.server.cancel_all)
+                later = asyncio.get_running_loop().call_later
+                later(args.drain_seconds, app.state.server.cancel_all)
+                later(args.drain_seconds + 0.5, self.abort_connections)
             await super().shutdown(sockets)
             app.state.server.grammars.close()
+
+        def abort_connections(self) -> None:
+            """Abort the connections of clients that read no errors either, which ends their requests."""
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
 
     idle_since: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
 
@@ -350,6 +359,7 @@ def run_app(app: Any, listener: socket.socket, args: argparse.Namespace, title: 
 
     config = uvicorn.Config(
         app,
+        http=Connection,
         log_config=None,  # `serve` has configured logging
         access_log=False,
         timeout_keep_alive=args.keep_alive_seconds,

@@ -307,7 +307,7 @@ class BaseRequest:
         if self.error is not None:
             raise self.error
         if self.output.finish_reason == FinishReason.ERROR:
-            raise GenerationError(f"result: request {self.id} ended with {self.why_failed()}", [self.output])
+            raise GenerationError(f"result: request {self.id} ended with {self.why_failed()}", [self.with_text()])
         return self.with_text()
 
     def why_failed(self) -> str:

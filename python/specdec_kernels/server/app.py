@@ -25,7 +25,7 @@ from ..engine import AsyncEngine, AsyncRequest, Engine
 from ..engine.text.detokenizer import Detokenizer
 from .grammars import GrammarCompiler, GrammarLimits
 from .metrics import Metrics
-from .observer import Observer
+from .observer import STATUS_LEFT, Observer
 from .parsers import FirstCall, OneCall, Parser, ReasoningByTokens, ThinkTokens, format_of
 from .protocol import (
     ConversationBody,
@@ -54,6 +54,7 @@ PAGE_POLICY = (
     "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"  # no external content
 )
 
+CLIENT_LEFT = "the client has left"
 LARGE_BODY = 1 << 16  # bytes; larger ones are parsed in a thread
 
 T = TypeVar("T")
@@ -83,7 +84,8 @@ class Server:
         self.grammars = GrammarCompiler(engine, GrammarLimits(seconds=settings.max_grammar_seconds))
         self._large_bodies = asyncio.Semaphore(1)  # parsed at a time: each needs the GIL for a while
         self._num_prepared = 0  # texts of requests that are tokenized, or whose grammars are compiled
-        self._preparing: set[asyncio.Task[Any]] = set()
+        self._preparing: set[asyncio.Task[Any]] = set()  # requests that are read, tokenized or compiled
+        self._is_ending = False  # `cancel_all` was called
 
     # --- generation
 
@@ -125,8 +127,12 @@ class Server:
         """Return the HTTP response of an answer, whole or a stream."""
         if stream:
             return EventStream(answer)
-        async with cancelled_on_disconnect(request.receive, answer.requests):
-            return JSONResponse(await answer.whole())
+        async with cancelled_on_disconnect(request.receive, answer.requests) as client:
+            try:
+                return JSONResponse(await answer.whole())
+            except RequestError as error:
+                client.expect_there(error)
+                raise
 
     def _markup(self, has_tools: bool) -> Detokenizer | None:
         """Return what decodes texts with the special tokens that their parser reads; None: it reads none."""
@@ -202,21 +208,32 @@ class Server:
         return token_lists
 
     async def _unless_gone(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Await work, and cancel it when the client disconnects or the server stops."""
-        task = asyncio.ensure_future(work)
+        """Await work, and cancel it when the client disconnects or the server ends."""
         watcher = asyncio.ensure_future(disconnected(request.receive))
+        try:
+            return await self._until_end(work, watcher)
+        finally:
+            watcher.cancel()
+
+    async def _until_end(self, work: Coroutine[Any, Any, T], watcher: asyncio.Future[None] | None = None) -> T:
+        """Await work, and cancel it when `cancel_all` is called, or when the watcher has seen the client disconnect."""
+        cancelled = RequestError("the request was cancelled, expected to be sent again", status=503)
+        if self._is_ending:
+            work.close()
+            raise cancelled
+        task = asyncio.ensure_future(work)
         self._preparing.add(task)
         try:
-            await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+            awaited: list[asyncio.Future[Any]] = [task] if watcher is None else [task, watcher]
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientDisconnect
             if task.cancelled():
-                raise RequestError("the request was cancelled, expected to be sent again", status=503)
+                raise cancelled
             return task.result()
         finally:
             self._preparing.discard(task)
             task.cancel()
-            watcher.cancel()
 
     def _submit(
         self, parsed: ParsedRequest, token_lists: list[list[int]], arrival: float, client: int
@@ -243,7 +260,8 @@ class Server:
             self.grammars.start()
 
     def cancel_all(self) -> None:
-        """Cancel all running and waiting requests; clients get an error."""
+        """Cancel all running and waiting requests, and those that come later; clients get an error."""
+        self._is_ending = True
         for task in self._preparing:
             task.cancel()
         for request in self.metrics.open_requests:
@@ -383,7 +401,7 @@ class Server:
         self.check_key(request)
         seconds = self.settings.upload_seconds
         try:
-            whole = await asyncio.wait_for(self._read(request), seconds)
+            whole = await asyncio.wait_for(self._until_end(self._read(request)), seconds)
         except asyncio.TimeoutError as error:
             message = f"the body has not come within {seconds:g} s, expected a faster upload"
             raise RequestError(message, status=408, headers={"Connection": "close"}) from error
@@ -442,10 +460,14 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         events = self._answer.events()
-        async with cancelled_on_disconnect(receive, self._answer.requests), aclosing(events):  # type: ignore[type-var]
+        async with (
+            cancelled_on_disconnect(receive, self._answer.requests) as client,
+            aclosing(events),  # type: ignore[type-var]
+        ):
             try:
                 first = await anext(events)
             except RequestError as error:
+                client.expect_there(error)
                 scope["facts"]["reason"] = str(error)
                 return await as_response(error)(scope, receive, send)
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -455,7 +477,7 @@ class EventStream(Response):
                 async for one in events:
                     await send({"type": "http.response.body", "body": one, "more_body": True})
             except RequestError as error:
-                scope["facts"]["reason"] = str(error)
+                scope["facts"]["reason"] = CLIENT_LEFT if client.has_left else str(error)
                 await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -466,18 +488,36 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
+class Client:
+    """The client of a response.
+
+    Attributes:
+        has_left: it has disconnected before the response ended.
+    """
+
+    def __init__(self) -> None:
+        self.has_left = False
+
+    def expect_there(self, error: RequestError) -> None:
+        """Raise ClientDisconnect if the client has left, which is why its requests ended with the error."""
+        if self.has_left:
+            raise ClientDisconnect from error
+
+
 @asynccontextmanager
-async def cancelled_on_disconnect(receive: Receive, requests: Sequence[AsyncRequest]) -> AsyncIterator[None]:
+async def cancelled_on_disconnect(receive: Receive, requests: Sequence[AsyncRequest]) -> AsyncIterator[Client]:
     """Cancel the requests when the client disconnects, or when the response ends first."""
+    client = Client()
 
     async def watch() -> None:
         await disconnected(receive)
+        client.has_left = True
         for request in requests:
             request.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
-        yield
+        yield client
     finally:
         watcher.cancel()
         for request in requests:
@@ -530,8 +570,9 @@ def make_app(tasks: AsyncEngine, settings: Settings) -> FastAPI:
         request.scope["facts"]["reason"] = str(error)
         return as_response(error)
 
-    async def gone(_: Request, __: Exception) -> Response:
-        return Response(status_code=400)  # nobody reads it: the client left during its upload
+    async def gone(request: Request, _: Exception) -> Response:
+        request.scope["facts"]["reason"] = CLIENT_LEFT
+        return Response(status_code=STATUS_LEFT)  # nobody reads it
 
     async def no_such_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -19,6 +19,7 @@ from .protocol import RequestError
 logger = logging.getLogger("specdec_kernels.server")
 MAX_ID_LENGTH = 256
 MAX_REASON = 500  # characters of an error message in a line
+STATUS_LEFT = 499  # nginx's, of a client that left before a response began
 
 
 class Observer:
@@ -38,7 +39,7 @@ class Observer:
         is_long = len(given) > MAX_ID_LENGTH
         scope["request_id"] = secrets.token_hex(16) if is_long or not given else given
         scope["facts"] = {}
-        status = 499  # nginx's, of a client that left before a response began
+        status = STATUS_LEFT
 
         async def observed_send(message: Message) -> None:
             nonlocal status
