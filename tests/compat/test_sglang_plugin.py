@@ -14,10 +14,8 @@ import importlib.util
 import inspect
 import json
 import logging
-import os
 import sys
 import types
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +32,11 @@ from specdec_kernels.compat.sglang import rounds as sglang_rounds
 from specdec_kernels.compat.sglang.attention import TreeAttention, TreeAttentionSteps
 from specdec_kernels.compat.sglang.contracts import VERSIONS, host_of, parts_of
 from specdec_kernels.compat.version_gate import Takeover, take_over
+from support.engine_sources import sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "tests" / "compat" / "contracts"
 each_version = pytest.mark.parametrize("version", VERSIONS)
-
-
-def sources(known: str) -> Path:
-    """Return the folder of SGLang's sources in a version."""
-    folders = [folder for folder in os.environ.get("SPECDEC_ENGINE_SOURCES", "").split(os.pathsep) if folder]
-    for path in [*folders, *sys.path]:
-        spec = PathFinder.find_spec("sglang", [path])
-        if spec is not None and spec.origin:
-            folder = Path(spec.origin).parent
-            if list(folder.parent.glob(f"sglang-{known}*.dist-info")):
-                return folder
-    pytest.skip(f"no sources of sglang {known} here")
 
 
 def contracts_of(version: str) -> list[Any]:
@@ -461,7 +448,7 @@ def test_drafts_that_sglang_wraps_are_refused(drafts: Any) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_hook_registry_replaces_functions(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the hook registry alone: a function is replaced in its module and in modules that imported it."""
-    path = sources(version) / "srt" / "plugins" / "hook_registry.py"
+    path = sources_of("sglang", version) / "sglang" / "srt" / "plugins" / "hook_registry.py"
     spec = importlib.util.spec_from_file_location("hook_registry_of_sglang", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -13,10 +13,8 @@ import importlib.util
 import inspect
 import json
 import logging
-import os
 import sys
 import types
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from specdec_kernels.compat.vllm import plugin
 from specdec_kernels.compat.vllm.attention import PagedAttention, RowsBuilder
 from specdec_kernels.compat.vllm.contracts import ATTENTION, NGRAM_PROPOSER, RUNNER, VERSIONS
 from specdec_kernels.compat.vllm.ngram import NgramProposer
+from support.engine_sources import sources_of
 
 ROOT = Path(__file__).resolve().parents[2]
 KV_LAYOUT = "vllm.v1.attention.backends.utils"
@@ -75,18 +74,6 @@ DOCUMENTED: tuple[Contract, ...] = (
 )  # fmt: skip
 
 
-def sources_of(version: str) -> Path:
-    """Return a folder that has vLLM's package in a version."""
-    folders = [folder for folder in os.environ.get("SPECDEC_ENGINE_SOURCES", "").split(os.pathsep) if folder]
-    for path in [*folders, *sys.path]:
-        spec = PathFinder.find_spec("vllm", [path])
-        if spec is not None and spec.origin:
-            folder = Path(spec.origin).parent.parent
-            if list(folder.glob(f"vllm-{version}*.dist-info")) or folder.name == f"vllm-{version}":
-                return folder
-    pytest.skip(f"no sources of vllm {version} here")
-
-
 def indexed(version: str, folder: Path) -> Path:
     """Write the modules that the tests read or run, from a wheel of the package index, to a folder, and return it."""
     spec = importlib.util.spec_from_file_location("read_contracts", ROOT / "packaging" / "read_contracts.py")
@@ -107,7 +94,7 @@ def indexed(version: str, folder: Path) -> Path:
 )
 def vllm_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     version, _, is_indexed = request.param.partition(" ")
-    return indexed(version, tmp_path_factory.mktemp("vllm")) if is_indexed else sources_of(version)
+    return indexed(version, tmp_path_factory.mktemp("vllm")) if is_indexed else sources_of("vllm", version)
 
 
 # --- vLLM's sources ---

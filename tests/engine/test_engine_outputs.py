@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,31 +10,17 @@ import torch
 
 from specdec_kernels import FinishReason
 from specdec_kernels.engine import (
-    Draft,
-    Eagle3,
     Engine,
     NewTokens,
-    Ngram,
     RequestOutput,
     SamplingParams,
-    Standalone,
     TokenLogprob,
-    Union,
 )
-from specdec_kernels.tiny import tiny_model
 from support.exhaustive import exhaustive, representative
+from support.packaged_drafts import DRAFTS, TARGET
 from support.tiny_checkpoint import held_out, reference_model, tokenizer
 
-TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 NEW_TOKENS = 24
-DRAFTS: dict[str, Callable[[], Draft | None]] = {
-    "none": lambda: None,
-    "ngram": lambda: Ngram(num_nodes=8),
-    "eagle3-chain": lambda: Eagle3(HEAD, num_steps=3, topk=1),
-    "eagle3-tree": lambda: Eagle3(HEAD, num_steps=4, topk=4, num_nodes=16),
-    "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
-    "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
-}
 every_draft = pytest.mark.parametrize("name", representative(DRAFTS))
 
 

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone, Union
+from specdec_kernels.engine import Eagle3, Engine, Ngram, RequestOutput, SamplingParams, Standalone
 from specdec_kernels.engine.device.round import Round
-from specdec_kernels.tiny import tiny_model
+from support import packaged_drafts
 from support.exhaustive import exhaustive, thinned
+from support.packaged_drafts import HEAD, TARGET
 from support.sampled_texts import KINDS, close_draws, differing
 from support.tiny_checkpoint import Comparison, held_out, reference_model, reference_texts
 
-TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 MAX_LEN = 256
 NEW_TOKENS = 32
 
 # Every round drafts all it may: else so small a model, which costs as much for one node as for many, soon drafts little.
-DRAFTS: dict[str, Callable[[], Draft | None]] = {
-    "none": lambda: None,
+DRAFTS = packaged_drafts.DRAFTS | {
     "ngram": lambda: Ngram(),
     "ngram-8": lambda: Ngram(num_nodes=8),
-    "eagle3-chain": lambda: Eagle3(HEAD, num_steps=3, topk=1),
-    "eagle3-tree": lambda: Eagle3(HEAD, num_steps=4, topk=4, num_nodes=16),
     "eagle3-bush": lambda: Eagle3(HEAD, num_steps=2, topk=4, num_nodes=9),
-    "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
-    "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
 }
 # Slots, page size, pages beyond those of one request.
 LAYOUTS = {"single": (1, 16, 0), "batched": (8, 16, 200), "page1": (3, 1, 500), "page3": (4, 3, 40)}

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,30 +28,21 @@ from specdec_kernels.engine import (
     GenerationError,
     Ngram,
     SamplingParams,
-    Standalone,
-    Union,
 )
 from specdec_kernels.engine.device.round import Round
 from specdec_kernels.engine.grammars import LlguidanceMatcher, StopTokens, Vocabulary, grammar_of_schema
 from specdec_kernels.models.backends.module_copy import cache_name
 from specdec_kernels.reference import verify as reference
-from specdec_kernels.tiny import tiny_model
+from support import packaged_drafts
 from support.exhaustive import exhaustive, thinned
+from support.packaged_drafts import HEAD, TARGET
 from support.tiny_checkpoint import held_out, reference_model, tokenizer
 
 xgrammar = pytest.importorskip("xgrammar")
 pytest.importorskip("llguidance")
 
-TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 MAX_LEN, NEW_TOKENS = 256, 200
-DRAFTS: dict[str, Callable[[], Draft | None]] = {
-    "none": lambda: None,
-    "ngram": lambda: Ngram(num_nodes=8),
-    "eagle3-tree": lambda: Eagle3(HEAD, num_steps=4, topk=4, num_nodes=16),
-    "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
-    "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
-    "drawn": lambda: Eagle3(HEAD, num_steps=3, topk=1, sampled=True),
-}
+DRAFTS = packaged_drafts.DRAFTS | {"drawn": lambda: Eagle3(HEAD, num_steps=3, topk=1, sampled=True)}
 SCHEMA = {
     "type": "object",
     "properties": {

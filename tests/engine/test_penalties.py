@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from specdec_kernels.engine import Draft, Eagle3, Engine, Ngram, SamplingParams, Standalone, Union
+from specdec_kernels.engine import Engine, SamplingParams
 from specdec_kernels.engine.device.round import Round
 from specdec_kernels.models.backends.module_copy import cache_name
 from specdec_kernels.reference import verify as reference
-from specdec_kernels.tiny import tiny_model
 from support.exhaustive import exhaustive, representative
+from support.packaged_drafts import DRAFTS, TARGET
 from support.tiny_checkpoint import held_out, reference_model
 
-TARGET, HEAD = tiny_model("target"), tiny_model("eagle3")
 MAX_LEN, NEW_TOKENS = 128, 24
-DRAFTS: dict[str, Callable[[], Draft | None]] = {
-    "none": lambda: None,
-    "ngram": lambda: Ngram(num_nodes=8),
-    "eagle3-chain": lambda: Eagle3(HEAD, num_steps=3, topk=1),
-    "eagle3-tree": lambda: Eagle3(HEAD, num_steps=5, topk=8, num_nodes=32),
-    "eagle3+ngram": lambda: Union(Eagle3(HEAD, num_steps=3, topk=4, num_nodes=16), Ngram(num_nodes=16), num_nodes=16),
-    "standalone": lambda: Standalone(TARGET, num_steps=3, topk=2, num_nodes=8),
-}
 every_draft = pytest.mark.parametrize("name", representative(DRAFTS))
 # What requests ask for; the third asks for nothing.
 KINDS: list[dict[str, Any]] = [
