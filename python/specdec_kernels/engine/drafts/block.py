@@ -20,13 +20,13 @@ from ...models.heads.block_config import BlockConfig
 from ...models.heads.checkpoint import HeadCheckpoint
 from ...models.heads.loading import config_of_head, has_confidence, load_head
 from ...models.weights.checkpoint import local_folder
-from ...ops import Candidates, TopK, expand_trellis, make_calibration, sample_draft, select_topk
+from ...ops import Candidates, TopK, expand_trellis, make_calibration, select_topk
 from ..options import check_range
 from .base import DraftBudget
 from .calibrated import CalibratedDraft
 from .context import DraftContext, PrefillRows
 from .head import HasHead
-from .model import SEED_OF_ROUND, check_sampled, check_storage, extend_rows, storage_of
+from .model import check_sampled, check_storage, draw_tokens, extend_rows, seeds_of_round, storage_of
 from .needs import AttentionCall, Needs
 from .proposal import Committed, DrawnFrom, Proposal, ScoredTree, makes_valid_trees, no_candidates
 
@@ -210,20 +210,7 @@ class BlockDraft(HasHead, CalibratedDraft):
         return best
 
     def _draw(self, logits: Tensor, slots: Tensor, depth: int) -> TopK:
-        state = self.state
-        # Drafts of a rejected block are dropped: their noise must not come back in the next round.
-        seeds = torch.add(state.seeds, state.seq_lens, alpha=SEED_OF_ROUND)
-        positions = state.seq_lens[slots] + depth
-        drawn: TopK = sample_draft(
-            logits,
-            1,
-            seeds=seeds,
-            positions=positions,
-            temperature=state.temperature,
-            slots=slots,
-            id_map=self.module.id_map,
-        )
-        return drawn
+        return draw_tokens(self.state, seeds_of_round(self.state), slots, logits, depth, self.module.id_map)
 
     @staticmethod
     def _verified(committed: Committed) -> Committed:

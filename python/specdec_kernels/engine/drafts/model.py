@@ -19,6 +19,7 @@ from ...models.layers.divided_logits import best_tokens
 from ...models.layers.paged_batch import PagedBatch
 from ...ops import (
     DraftExtendInputs,
+    TopK,
     append_draft_backlog,
     draft_extend_inputs,
     expand_root,
@@ -42,6 +43,30 @@ DEFAULT_NUM_NODES = 48  # of a tree
 QUANTIZED = "fp8", "fp8-head"  # values of `draft_weights`
 IN_8_BITS = "fp8_e4m3", torch.float8_e4m3fn  # values of `kv_dtype`
 SEED_OF_ROUND = -0x61C8864680B583EB  # odd, 2^64 over the golden ratio: far from what seeds differ by
+
+
+def seeds_of_round(state: DraftState) -> Tensor:
+    """Return seeds [num_slots] int64 of the drafts of a round.
+
+    Drafts of a rejected block are dropped, so their noise must not come back in the next round.
+    """
+    return torch.add(state.seeds, state.seq_lens, alpha=SEED_OF_ROUND)
+
+
+def draw_tokens(
+    state: DraftState, seeds: Tensor, slots: Tensor, logits: Tensor, depth: int, id_map: Tensor | None
+) -> TopK:
+    """Sample a token for each row of logits [B, Vd], `depth` positions after the root."""
+    drawn: TopK = sample_draft(
+        logits,
+        1,
+        seeds=seeds,
+        positions=state.seq_lens[slots] + depth,
+        temperature=state.temperature,
+        slots=slots,
+        id_map=id_map,
+    )
+    return drawn
 
 
 def extend_rows(
@@ -272,23 +297,13 @@ class ModelDraft(CalibratedDraft, Idleable, Migratable):
         state, k = self.state, self.num_branches(len(slots), num_nodes)
         num_steps = min(self.num_steps, num_nodes - 1)  # no tree is deeper than its nodes in a row
         logits_of_steps: list[Tensor] = []  # [B, Vd] each, of drafts that are drawn
-        # Drafts of a rejected block are dropped: their noise must not come back in the next round.
-        seeds = torch.add(state.seeds, state.seq_lens, alpha=SEED_OF_ROUND) if self.sampled else state.seeds
+        seeds = seeds_of_round(state) if self.sampled else state.seeds
 
         def children(logits: Any) -> tuple[Tensor, Tensor]:
             if not self.sampled:
                 return best_tokens(logits, k, self.id_map)
             logits_of_steps.append(logits)
-            positions = state.seq_lens[slots] + len(logits_of_steps)
-            return sample_draft(
-                logits,
-                1,
-                seeds=seeds,
-                positions=positions,
-                temperature=state.temperature,
-                slots=slots,
-                id_map=self.id_map,
-            )
+            return draw_tokens(state, seeds, slots, logits, len(logits_of_steps), self.id_map)
 
         if self.sampled:
             self.child_ids[slots], self.child_logprobs[slots] = children(self.root_logits[slots])

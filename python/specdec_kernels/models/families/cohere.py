@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..layers.attention import LayerNormedHeads
-from ..layers.decoder_layer import Layer, ParallelLayer
+from ..layers.decoder_layer import Layer
 from ..layers.embedding import LMHead
 from ..layers.head_layout import HeadLayout
 from ..layers.linear import Projection
@@ -32,12 +32,7 @@ class Cohere(Llama):
         return partial(LayerNormedHeads.of, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm)
 
     def layer(self, index: int, module: Any, layout: HeadLayout) -> Layer:
-        return ParallelLayer(
-            input_norm=self.norm(module.input_layernorm),
-            mixer=self.attention(index, module.self_attn, layout),
-            pre_feed_forward_norm=None,
-            feed_forward=self.feed_forward(index, module.mlp),
-        )
+        return self.parallel_layer(index, module, layout)
 
     def head(self, linear: Any) -> LMHead:
         return super().head(linear)._replace(scale=self.config.logit_scale)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..layers.attention import Attention
-from ..layers.decoder_layer import Layer
+from ..layers.decoder_layer import Layer, ParallelLayer
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head_layout import HeadLayout
 from ..layers.linear import Projection, fused, linear_of
@@ -72,6 +72,15 @@ class Llama(Family):
             feed_forward=self.feed_forward(index, module.mlp),
         )
 
+    def parallel_layer(self, index: int, module: Any, layout: HeadLayout) -> ParallelLayer:
+        """Return a layer whose mixer and feed-forward part read the output of one norm."""
+        return ParallelLayer(
+            input_norm=self.norm(module.input_layernorm),
+            mixer=self.attention(index, module.self_attn, layout),
+            pre_feed_forward_norm=None,
+            feed_forward=self.feed_forward(index, module.mlp),
+        )
+
     def mixer(self, index: int, module: Any, layout: HeadLayout) -> Mixer:
         """Return the mixer of a layer's module: attention, in most families."""
         return self.attention(index, module.self_attn, layout)
@@ -79,7 +88,7 @@ class Llama(Family):
     def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
         kv_heads = self.config.num_key_value_heads
         return Attention(
-            qkv=layout.qkv(kv_heads, module.q_proj, module.k_proj, module.v_proj, normed=self.head_norms(module)),
+            qkv=self.qkv(module, layout),
             out=layout.out(getattr(module, self.out_name)),
             rotations=layout.rotations,
             kv_heads=kv_heads,
@@ -87,6 +96,11 @@ class Llama(Family):
             window=self.window(index),
             scale=module.scaling,
         )
+
+    def qkv(self, module: Any, layout: HeadLayout) -> Projection:
+        """Return the projection of queries, keys and values."""
+        projections = module.q_proj, module.k_proj, module.v_proj
+        return layout.qkv(self.config.num_key_value_heads, *projections, normed=self.head_norms(module))
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         return gated_mlp(module)

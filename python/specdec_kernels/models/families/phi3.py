@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers.attention import Attention
 from ..layers.head_layout import HeadLayout
-from ..layers.linear import linear_of
+from ..layers.linear import Projection, linear_of
 from ..layers.mlp import FeedForward, GatedMLP, activation_of
 from .base import head_dim_of, register
 from .llama import Llama
@@ -21,17 +20,8 @@ class Phi3(Llama):
         heads, kv_heads = (self.config.num_attention_heads, dim), (self.config.num_key_value_heads, dim)
         return {"qkv_proj": (heads, kv_heads, kv_heads)}
 
-    def attention(self, index: int, module: Any, layout: HeadLayout) -> Attention:
-        kv_heads = self.config.num_key_value_heads
-        return Attention(
-            qkv=layout.qkv(kv_heads, module.qkv_proj),
-            out=layout.out(module.o_proj),
-            rotations=layout.rotations,
-            kv_heads=kv_heads,
-            head_dim=layout.size,
-            window=self.window(index),
-            scale=module.scaling,
-        )
+    def qkv(self, module: Any, layout: HeadLayout) -> Projection:
+        return layout.qkv(self.config.num_key_value_heads, module.qkv_proj)
 
     def feed_forward(self, index: int, module: Any) -> FeedForward:
         return fused_mlp(module)

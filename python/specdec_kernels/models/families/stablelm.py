@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..layers.attention import LayerNormedHeads
-from ..layers.decoder_layer import Layer, ParallelLayer
+from ..layers.decoder_layer import Layer
 from ..layers.head_layout import HeadLayout
 from ..layers.linear import Projection
 from ..layers.norm import LayerNorm, layer_norm_of
@@ -45,11 +45,3 @@ class StableLm(Llama):
         if not self.config.use_parallel_residual:
             return super().layer(index, module, layout)
         return self.parallel_layer(index, module, layout)
-
-    def parallel_layer(self, index: int, module: Any, layout: HeadLayout) -> ParallelLayer:
-        return ParallelLayer(
-            input_norm=self.norm(module.input_layernorm),
-            mixer=self.attention(index, module.self_attn, layout),
-            pre_feed_forward_norm=None,
-            feed_forward=self.feed_forward(index, module.mlp),
-        )
