@@ -1,8 +1,8 @@
 """The two threads of an engine: one runs the scheduler's loop, the other delivers results to requests.
 
 The loop holds Python's GIL for prefill and for requests that start or end, not in a captured round. Results of a round
-go to an outbox in C++; the second thread takes all that has come since its last look. So readers of results, such as
-the threads of a server, never delay the device.
+go to an update queue in C++; the second thread takes all that has come since its last look. So readers of results, such
+as the threads of a server, never delay the device.
 """
 
 from __future__ import annotations
