@@ -76,5 +76,12 @@ def plot_headline(runs: list[dict[str, Any]], file: Path) -> None:
 
 
 def write_headline(results: Path, file: Path) -> None:
-    """Draw the chart from the records in a folder."""
-    plot_headline([json.loads(path.read_text()) for path in sorted(results.glob(RECORDS))], file)
+    """Draw the chart from the records in a folder.
+
+    Raises:
+        ValueError: there is none of them.
+    """
+    runs = [json.loads(path.read_text()) for path in sorted(results.glob(RECORDS))]
+    if not runs:
+        raise ValueError(f"results is {results}, expected a folder with records as {RECORDS}")
+    plot_headline(runs, file)

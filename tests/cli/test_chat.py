@@ -86,7 +86,7 @@ def test_chat_survives_an_interrupted_answer(monkeypatch: pytest.MonkeyPatch, ca
     ("arguments", "message"),
     [
         (["/nowhere"], "Engine: model is /nowhere, expected an existing folder or a hub id"),
-        (["--temperature", "-1"], "SamplingParams: temperature is -1.0, expected a number from 0 (greedy) on"),
+        (["--temperature", "-1"], "--temperature is -1.0, expected a number from 0 (greedy) on"),
     ],
 )
 def test_chat_refuses_bad_flags(capsys: Capture, arguments: list[str], message: str) -> None:

@@ -388,7 +388,7 @@ def test_read_prompts_of_files(tmp_path: Path) -> None:
     assert read_prompts(text) == ["first\nstill first", "second"]
     assert read_prompts(lines) == ["p", messages]
     assert read_prompts(None) == [prompt for prompts in BUILT_IN.values() for prompt in prompts]
-    with pytest.raises(ValueError, match=f"^{empty} has no prompts, expected some$"):
+    with pytest.raises(ValueError, match=f"^--prompts is {empty}, which has none, expected some$"):
         read_prompts(empty)
     with pytest.raises(ValueError, match=f"^{bad}, line 2 is '\\[1\\]', expected an object with prompt or messages$"):
         read_prompts(bad)

@@ -23,7 +23,8 @@ Capture = pytest.CaptureFixture[str]
 
 
 def generate(*arguments: str) -> int:
-    return cli.main(["generate", "--device", "cpu", *arguments])
+    device = [] if "--device" in arguments else ["--device", "cpu"]
+    return cli.main(["generate", *device, *arguments])
 
 
 def test_generate_prints_plain_text_into_a_pipe(capsys: Capture) -> None:
@@ -85,7 +86,7 @@ def test_generate_does_not_break_text_on_a_narrow_terminal(capsys: Capture, monk
         (["--model-path", "/nowhere"], "Engine: model is /nowhere, expected an existing folder or a hub id"),
         (
             ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "0"],
-            "Eagle3: num_steps is 0, expected 1 to 64",
+            "--speculative-num-steps is 0, expected 1 to 64",
         ),
         (
             ["--model-path", str(tiny_model("target")), "--speculative-algorithm", "EAGLE3"],
@@ -101,21 +102,21 @@ def test_generate_does_not_break_text_on_a_narrow_terminal(capsys: Capture, monk
         ),
         (
             ["--speculative-algorithm", "NGRAM", "--speculative-ngram-corpus", "/nowhere"],
-            "[Errno 2] No such file or directory: '/nowhere'",
+            "--speculative-ngram-corpus is /nowhere, expected a file that can be read (No such file or directory)",
         ),
-        (["--max-new-tokens", "0"], "SamplingParams: max_new_tokens is 0, expected at least 1"),
-        (["--temperature", "-1"], "SamplingParams: temperature is -1.0, expected a number from 0 (greedy) on"),
-        (["--temperature", "1", "--top-p", "0"], "SamplingParams: top_p is 0.0, expected above 0 and at most 1"),
-        (["--page-size", "0"], "Engine: page_size is 0, expected at least 1"),
-        (["--max-new-tokens", "9" * 20], f"SamplingParams: max_new_tokens is {'9' * 20}, expected at most 2147483647"),
-        (["--device", "foo"], "Engine: device is foo, expected cpu or cuda"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0, expected at least 1"),
+        (["--temperature", "-1"], "--temperature is -1.0, expected a number from 0 (greedy) on"),
+        (["--temperature", "1", "--top-p", "0"], "--top-p is 0.0, expected above 0 and at most 1"),
+        (["--page-size", "0"], "--page-size is 0, expected at least 1"),
+        (["--max-new-tokens", "9" * 20], f"--max-new-tokens is {'9' * 20}, expected at most 2147483647"),
+        (["--device", "foo"], "--device is foo, expected cpu or cuda"),
         (
             ["ab\udcff"],
             "generate: prompts[0] has '\\udcff' at character 2, expected text that UTF-8 can encode",
         ),
         ([""], "generate: prompts[0] is empty, expected at least 1 token"),
-        (["--device", "meta"], "Engine: device is meta, expected cpu or cuda"),
-        (["--mem-fraction-static", "0.5"], "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
+        (["--device", "meta"], "--device is meta, expected cpu or cuda"),
+        (["--mem-fraction-static", "0.5"], "--mem-fraction-static is 0.5, expected None (device is cpu)"),
     ],
 )
 def test_generate_refuses_in_one_line(capsys: Capture, arguments: list[str], message: str) -> None:
@@ -143,7 +144,7 @@ def test_generate_refuses_a_corpus_that_is_no_text(capsys: Capture, tmp_path: Pa
     corpus = tmp_path / "image"
     corpus.write_bytes(b"\xff\xfe\x00")
     assert generate("--speculative-algorithm", "NGRAM", "--speculative-ngram-corpus", str(corpus)) == 2
-    message = f"specdec generate: Ngram: corpus has {corpus}, expected text in UTF-8\n"
+    message = f"specdec generate: --speculative-ngram-corpus is {corpus}, expected text in UTF-8\n"
     assert capsys.readouterr().err == message
 
 
@@ -222,9 +223,9 @@ def untrained_copy(head: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "foo"], "Engine: device is foo, expected cpu or cuda"),
+        (["--device", "foo"], "--device is foo, expected cpu or cuda"),
         (["a\udcff"], "prompts[0] has '\\udcff' at character 1, expected text that UTF-8 can encode"),
-        (["--max-new-tokens", "9" * 20], f"SamplingParams: max_new_tokens is {'9' * 20}, expected at most 2147483647"),
+        (["--max-new-tokens", "9" * 20], f"--max-new-tokens is {'9' * 20}, expected at most 2147483647"),
     ],
 )
 def test_generate_refuses_by_name(capsys: Capture, arguments: list[str], message: str) -> None:

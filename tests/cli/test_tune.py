@@ -197,6 +197,7 @@ def test_tuning_file_has_the_recommended_drafts_calibration(
     assert cli.main(["generate", "import os", "--tuning", str(out), "--max-new-tokens", "5", "--device", "cpu"]) == 0
     assert given == [[entry], []]  # with the draft, and without to compare
     head = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", TARGET, "--device", "cpu"]
+    capsys.readouterr()
     assert cli.main(["generate", "import os", "--tuning", str(out), *head]) == 2
     assert capsys.readouterr().err == (
         "specdec generate: Engine: tuning has a calibration of Eagle3 (eagle3) for target, "
@@ -297,7 +298,7 @@ def test_tune_measures_a_union_and_its_file_sets_one(kind: str, capsys: Capture,
     capsys.readouterr()
     assert cli.main(["tune", TARGET, *options]) == 2
     missing = {
-        "eagle3": "--speculative-draft-model-path is None, expected a folder or hub id for EAGLE3+NGRAM",
+        "eagle3": "--speculative-draft-model-path is missing, expected a folder or hub id for EAGLE3+NGRAM",
         "dspark": f"DSpark: head is None, expected a folder or hub id: {TARGET} has no folder dspark",
     }
     assert capsys.readouterr().err.endswith(f"specdec tune: {missing[kind]}\n")
@@ -315,7 +316,7 @@ def test_tune_measures_the_ngram_draft(capsys: Capture, tmp_path: Path) -> None:
     )
     capsys.readouterr()
     for more, message in (
-        (["--speculative-algorithm", "EAGLE3"], "is None, expected a folder or hub id for EAGLE3"),
+        (["--speculative-algorithm", "EAGLE3"], "is missing, expected a folder or hub id for EAGLE3"),
         (["--speculative-algorithm", "ngram", "--draft", HEAD], f"is {HEAD}, expected none for NGRAM"),
     ):
         assert cli.main(["tune", TARGET, *flags, *more]) == 2

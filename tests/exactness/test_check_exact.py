@@ -272,7 +272,7 @@ def test_command_reports_and_its_exit_code_says_what_it_found(
     "arguments, message",
     [
         ([], "--server is missing, expected a URL, or --serve instead"),
-        (["--server", "localhost:1"], "url is localhost:1, expected http://HOST:PORT or https://HOST:PORT"),
+        (["--server", "localhost:1"], "--server is localhost:1, expected http://HOST:PORT or https://HOST:PORT"),
         (["--server", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9: [Errno 111] Connection refused"),
         (["--server", "http://x", "--skip", "nothing"], "--skip has 'nothing', expected one of prefix, multi-turn"),
         (["--server", "http://x", "--fields", "[1]"], "--fields is [1], expected a JSON object"),

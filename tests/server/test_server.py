@@ -1177,16 +1177,16 @@ def test_end_of_drain_time_aborts_requests() -> None:
         (["--drain-seconds", "-1"], "--drain-seconds is -1, expected at least 0"),
         (["/a", "--model-path", "/b"], "--model-path is /b, expected none with /a"),
         (["/nowhere"], "Engine: model is /nowhere, expected an existing folder or a hub id"),
-        (["--chat-template", "/nowhere"], "[Errno 2] No such file or directory: '/nowhere'"),
+        (["--chat-template", "/nowhere"], "--chat-template is /nowhere, expected a file that can be read (No such file or directory)"),
         (["--max-n", "0"], "--max-n is 0, expected at least 1"),
         (["--max-queued-requests", "-1"], "--max-queued-requests is -1, expected at least 0"),
         (["--max-body-bytes", "0"], "--max-body-bytes is 0, expected at least 1"),
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens is 0, expected at least 1"),
         (["--port", "70000"], "--port is 70000, expected 0 to 65535"),
-        (["--mem-fraction-static", "0.5"], "Engine: mem_fraction is 0.5, expected None (device is cpu)"),
+        (["--mem-fraction-static", "0.5"], "--mem-fraction-static is 0.5, expected None (device is cpu)"),
         (["--speculative-algorithm", "EAGLE3", "--model-path", "m"], "--speculative-draft-model-path is missing, expected a folder or hub id for EAGLE3"),
         (["--host", "192.0.2.1"], "--host is 192.0.2.1 and --port 0, expected an address to listen on ([Errno 99] Cannot assign requested address)"),
-        (["--context-length", "1"], "Engine: max_len is 1, expected at least 2"),
+        (["--context-length", "1"], "--context-length is 1, expected at least 2"),
     ],
 )  # fmt: skip
 def test_serve_refuses_bad_flags(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -1203,6 +1203,7 @@ def test_serve_refuses_bad_flags(capsys: pytest.CaptureFixture[str], arguments: 
 def test_serve_enables_prefix_cache_by_default(flags: list[str], kept: bool) -> None:
     parser = argparse.ArgumentParser()
     engine_flags.add_arguments(parser)
+    engine_flags.add_serving(parser)
     given = ["--device", "cpu", "--speculative-algorithm", "NONE", "--context-length", "128", *flags]
     args = parser.parse_args(given)
     chosen, _ = engine_flags.resolve(args)

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from . import engine_flags
+from .arguments import allow_empty
 from .generate import Printer, add_sampling, sampling_of
 from .optional_dependencies import guarded, require
 
@@ -30,7 +31,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     engine_flags.add_arguments(parser)
     add_sampling(parser, max_new_tokens=1024)
-    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    allow_empty(parser.add_argument("--system", metavar="TEXT", help="system message of the conversation"))
     parser.set_defaults(run=run)
 
 

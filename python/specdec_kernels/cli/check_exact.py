@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -14,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from .arguments import at_least, integers
+from .arguments import MOST_SECONDS, allow_empty, at_least, checked_key, integers
 from .optional_dependencies import guarded, unwritable
 from .progress import progress
 from .table import print_table
@@ -42,11 +42,12 @@ def add_parser(subparsers: Subparsers) -> None:
     servers = parser.add_argument_group("servers")
     servers.add_argument("--server", metavar="URL", help="the server to check, such as http://127.0.0.1:30000")
     servers.add_argument("--against", metavar="URL", help="the reference (default: --server, with --against-fields)")
-    servers.add_argument(
+    arguments = servers.add_argument(
         "--serve",
         metavar="ARGS",
         help="start `specdec serve ARGS` for the check, instead of --server; '' serves the tiny model",
     )
+    allow_empty(arguments)
     servers.add_argument("--fields", metavar="JSON", help="members of each body for the server (default: none)")
     servers.add_argument(
         "--against-fields",
@@ -61,9 +62,16 @@ def add_parser(subparsers: Subparsers) -> None:
         default="auto",
         help="fields beyond OpenAI's (auto: each server's own; openai: none)",
     )
-    servers.add_argument("--api-key", metavar="KEY", help=f"key of both servers (default: that of {KEY_VARIABLE})")
+    key = servers.add_argument(
+        "--api-key", metavar="KEY", help=f"key of both servers (default: that of {KEY_VARIABLE})"
+    )
+    allow_empty(key)  # `checked_key` refuses it, wherever it comes from
     servers.add_argument(
-        "--timeout", type=at_least(0.1), default=120.0, metavar="S", help="seconds to wait for a byte (120)"
+        "--timeout",
+        type=at_least(0.1, MOST_SECONDS),
+        default=120.0,
+        metavar="S",
+        help="seconds to wait for a byte (120)",
     )
     requests = parser.add_argument_group("requests")
     requests.add_argument("--requests", type=at_least(1), default=500, metavar="N", help="number of requests (500)")
@@ -71,9 +79,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "--seed", type=at_least(0), default=1, metavar="N", help="what the requests are drawn from (1)"
     )
     requests.add_argument("--only", type=integers(0), metavar="N,...", help="send only requests of these numbers")
-    requests.add_argument(
+    skip = requests.add_argument(
         "--skip", default="", metavar="FEATURE,...", help="features to leave out, as the table names them"
     )
+    allow_empty(skip)
     requests.add_argument(
         "--concurrency", type=at_least(1), default=8, metavar="N", help="requests that run at the same time (8)"
     )
@@ -114,6 +123,9 @@ def check(args: argparse.Namespace) -> int:
     if args.report and unwritable(args.report):
         raise ValueError(f"--report is {args.report}, expected a file in an existing folder")
     options = options_of(args)
+    for flag in ("server", "against"):
+        expect_url(getattr(args, flag), f"--{flag}")
+    args.api_key = checked_key(args.api_key, "--api-key", KEY_VARIABLE)
     if args.serve is None:
         return check_server(args, args.server, options)
     with served(args.serve) as url:
@@ -174,7 +186,7 @@ def sides_of(args: argparse.Namespace, url: str) -> tuple[Side, Side]:
     """Return the server and the reference."""
     from ..exactness import Endpoint, Unreachable, open_side
 
-    key = args.api_key or os.environ.get(KEY_VARIABLE)
+    key = args.api_key
     fields = object_of(args.fields, "--fields")
     other_fields = object_of(args.against_fields, "--against-fields")
     try:
@@ -191,6 +203,17 @@ def sides_of(args: argparse.Namespace, url: str) -> tuple[Side, Side]:
     except Unreachable as error:
         raise ValueError(f"no server answers at {error}") from error
     return ours, theirs
+
+
+def expect_url(text: str | None, flag: str) -> None:
+    """Raise ValueError for a text that is no URL of a server."""
+    try:
+        parts = urlsplit(text or "http://none")
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != -1
+    except ValueError:  # brackets, or a port that is none
+        is_url = False
+    if not is_url:
+        raise ValueError(f"{flag} is {text}, expected http://HOST:PORT or https://HOST:PORT")
 
 
 def object_of(text: str | None, flag: str) -> dict[str, Any]:
@@ -220,7 +243,11 @@ def served(arguments: str) -> Iterator[str]:
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "specdec_kernels", "serve", *shlex.split(arguments), "--port", str(port)]
+    try:
+        words = shlex.split(arguments)
+    except ValueError as error:
+        raise ValueError(f"--serve is {arguments!r}, expected arguments as a shell reads them ({error})") from error
+    command = [sys.executable, "-m", "specdec_kernels", "serve", *words, "--port", str(port)]
     url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:

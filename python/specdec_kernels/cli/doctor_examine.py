@@ -29,6 +29,7 @@ from .engine_flags import options_of
 from .progress import progress
 from .prompts import read_prompts, with_template, without_template
 
+MOST_STEPS = 64  # of a draft with a model
 MIN_TEXTS = 6  # fewer do not separate a gain from chance
 MIN_GAIN = 0.05  # share of the accept length; a smaller gain is not reported as a cause
 RESAMPLES = 20_000
@@ -292,6 +293,8 @@ def examine(args: argparse.Namespace) -> Diagnosis:
     for name, low in (("speculative_num_steps", 1), ("max_new_tokens", num_steps + 1)):
         if getattr(args, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least {low}")
+    if num_steps > MOST_STEPS:
+        raise ValueError(f"--speculative-num-steps is {num_steps}, expected at most {MOST_STEPS}")
     path = args.speculative_draft_model_path
     folder = None if path is None else local_folder(path, "--speculative-draft-model-path")
     algorithm = args.speculative_algorithm or algorithm_of(Path(folder or ""))

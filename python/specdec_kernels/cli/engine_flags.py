@@ -136,9 +136,14 @@ def options_of(args: argparse.Namespace, **others: Any) -> EngineOptions:
     """Return the engine options that the flags of a command give, and `others`, which the command derives itself.
 
     Absent flags and None leave the default.
+
+    Raises:
+        ValueError: options out of range, or a flag without effect.
     """
     from ..engine import EngineOptions
 
+    if getattr(args, "disable_custom_all_reduce", False) and (args.tp or 1) == 1:
+        raise ValueError("--disable-custom-all-reduce is set, expected only with --tp above 1")
     given: dict[str, Any] = {"tuning": getattr(args, "tuning", None)}
     for name, flag in FLAGS.items():
         given[flag.option] = flag.value(getattr(args, name.removeprefix("--").replace("-", "_"), None))
@@ -154,7 +159,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_flags(
         parser,
         "--context-length",
-        "--max-running-requests",
         "--mem-fraction-static",
         "--chunked-prefill-size",
         "--page-size",
@@ -167,12 +171,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--disable-radix-cache",
         "--disable-cuda-graph",
     )
+    parser.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's)")
+
+
+def add_serving(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of an engine that serves many requests."""
+    add_engine_flags(parser, "--max-running-requests")
     parser.add_argument(
         "--grammar-backend",
         choices=["auto", "none"],
         help="constraints of texts (default: auto where llguidance and xgrammar are installed)",
     )
-    parser.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's)")
 
 
 def resolve(args: argparse.Namespace) -> tuple[speculative_flags.Chosen, str | None]:
@@ -181,21 +190,25 @@ def resolve(args: argparse.Namespace) -> tuple[speculative_flags.Chosen, str | N
     Sets `args.model` to the target, None for the tiny one.
 
     Raises:
-        ValueError: two targets, or what `speculative_flags.choose` refuses.
+        ValueError: two targets, a template that is none, or what `speculative_flags.choose` refuses.
         OSError: no such template, or what `speculative_flags.choose` refuses.
     """
+    from ..engine.text.files import read_text
+
     args.model = model_of(args)
     chosen = speculative_flags.choose(args)
     if args.chat_template is None:
         return chosen, TINY_TEMPLATE if args.model is None else None
-    with open(args.chat_template, encoding="utf-8") as file:
-        return chosen, file.read()
+    template = read_text(args.chat_template, "--chat-template")
+    if not template.strip():
+        raise ValueError(f"--chat-template is {args.chat_template}, which is empty, expected a template")
+    return chosen, template
 
 
 def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_slots: int | None = None) -> Engine:
     """Open the engine that the flags ask for, with the draft that `resolve` returned.
 
-    `num_slots` replaces `--max-running-requests`.
+    `num_slots` stands for the flags of `add_serving`.
 
     Raises:
         ValueError: options that the engine refuses.
@@ -210,6 +223,7 @@ def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_
     if max_len is None and on_gpu:
         max_len = min(LONGEST_CONTEXT, position_limit(config_of(model)) or LONGEST_CONTEXT)
     mem_fraction = args.mem_fraction_static
+    grammars = num_slots is None and grammars_of(args)
     if num_slots is None:
         num_slots = args.max_running_requests
     if num_slots is None:
@@ -221,7 +235,7 @@ def open_engine(args: argparse.Namespace, chosen: speculative_flags.Chosen, num_
         num_slots=num_slots,
         mem_fraction=0.85 if mem_fraction is None and on_gpu else mem_fraction,
         prefix_cache=False if args.disable_radix_cache else None,
-        grammars=grammars_of(args),
+        grammars=grammars,
     )
     return Engine(model, draft, options=options)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import speculative_flags
 from .algorithms import BLOCK_ALGORITHMS, MODEL_ALGORITHMS
-from .arguments import add_flag, model_of
+from .arguments import add_flag, allow_empty, model_of
 from .engine_flags import add_engine_flags, options_of
 from .optional_dependencies import guarded, require
 from .tuning_flags import add_tuning
@@ -48,13 +48,17 @@ def add_parser(subparsers: Subparsers) -> None:
         "without speculation and print both in a table. Without arguments it uses the tiny model that comes with "
         "the package and a default prompt; on a GPU its EAGLE-3 head drafts, on a CPU the n-gram index.",
     )
-    parser.add_argument(
+    model = parser.add_argument(
         "model",
         nargs="?",
         help="target, before a prompt: a folder, a hub id, or smollm2, the extra's model (default: the packaged tiny "
         "model)",
     )
-    parser.add_argument("prompt", nargs="?", help="text to continue (default: the head of a small Python class)")
+    prompt = parser.add_argument(
+        "prompt", nargs="?", help="text to continue (default: the head of a small Python class)"
+    )
+    for either in (model, prompt):
+        allow_empty(either)  # the engine refuses it
     add_flag(parser, "--model-path", "--model", metavar="PATH", help="the target, as a flag")
     add_engine_flags(parser, "--adapter")
     speculative_flags.add_arguments(parser)
@@ -108,14 +112,23 @@ def add_sampling(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
 
 
 def sampling_of(args: argparse.Namespace, model: Any) -> SamplingParams:
-    """Return the sampling that the flags ask for, on top of the model's generation config with `auto`."""
+    """Return the sampling that the flags ask for, on top of the model's generation config with `auto`.
+
+    Raises:
+        ValueError: parameters out of range, or without effect.
+    """
     from ..engine import SamplingParams
 
     flags = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
     given = {name: value for name in flags if (value := getattr(args, name)) is not None}
     if args.generation_config == "auto":
-        return SamplingParams.from_generation_config(model, **given)
-    return SamplingParams(**given)
+        sampling = SamplingParams.from_generation_config(model, **given)
+    else:
+        sampling = SamplingParams(**given)
+    for name in ("top_k", "top_p", "min_p", "seed"):
+        if name in given and sampling.temperature == 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {given[name]}, expected none at --temperature 0")
+    return sampling
 
 
 @dataclass
@@ -130,7 +143,7 @@ class Run:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     if not require("generate", "engine", ["torch", "transformers", "safetensors", "rich"]):
-        return 1
+        return 2
     return guarded("generate", compare, args)
 
 
@@ -159,6 +172,14 @@ def compare(args: argparse.Namespace) -> int:
     read_words(args)
     model, algorithm, draft, _ = speculative_flags.choose(args)
     sampling = sampling_of(args, model).with_seed()  # one for both runs: it makes their texts the same
+    if args.compare_transformers:
+        for why, is_so in (
+            ("with --no-compare", args.no_compare),
+            ("without drafts", draft is None),
+            ("above --temperature 0", sampling.temperature > 0),
+        ):
+            if is_so:
+                raise ValueError(f"--compare-transformers is set, expected not {why}")
     prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
 
     first = generate(console, args, model, algorithm, draft, sampling, prompt, stream=True)[0]

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def run_model(model: str, as_json: bool, draft: str | None = None, tp: int | None = None) -> int:
     """Print how a model would run, and what its draft and a rank take; return 2 if one is refused, else 0."""
     if not require("info MODEL", "engine", ["torch", "transformers", "safetensors"]):
-        return 1
+        return 2
     facts = model_facts(model)
     if draft is not None and not facts["refused"]:
         facts |= draft_facts(model, draft)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..engine.text.files import read_text
+
 Prompt = str | list[dict[str, Any]]  # a text, or the messages of a conversation
 
 BUILT_IN: dict[str, tuple[str, ...]] = {
@@ -43,14 +45,14 @@ def read_prompts(file: str | Path | None) -> list[Prompt]:
     """
     if file is None:
         return [prompt for prompts in BUILT_IN.values() for prompt in prompts]
-    text = Path(file).read_text("utf-8")
+    text = read_text(file, "--prompts")
     if Path(file).suffix == ".jsonl":
         lines = enumerate(text.splitlines(), 1)
         prompts = [prompt_of(line, f"{file}, line {number}") for number, line in lines if line.strip()]
     else:
         prompts = [part.strip("\n") for part in text.split("\n\n") if part.strip()]
     if not prompts:
-        raise ValueError(f"{file} has no prompts, expected some")
+        raise ValueError(f"--prompts is {file}, which has none, expected some")
     return prompts
 
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging.config
 import os
+import re
 import signal
 import socket
 import ssl
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from . import engine_flags
+from .arguments import MOST_SECONDS, allow_empty, checked_key
 from .optional_dependencies import guarded, require
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "tiny model that comes with the package. SIGTERM lets running requests finish.",
     )
     engine_flags.add_arguments(parser)
+    engine_flags.add_serving(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument(
         "--port", type=int, default=30000, metavar="N", help="port to listen on; 0: any free one (30000)"
@@ -47,9 +50,10 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="NAME",
         help="model names that clients may use; responses have the first (default: the path as given)",
     )
-    parser.add_argument(
+    key = parser.add_argument(
         "--api-key", metavar="KEY", help=f"key that clients must send (default: that of {KEY_VARIABLE}, else none)"
     )
+    allow_empty(key)  # `api_key` refuses it, wherever it comes from
     parser.add_argument(
         "--tool-call-parser",
         metavar="NAME",
@@ -215,10 +219,15 @@ def check(args: argparse.Namespace) -> None:
         ("max_stored_responses", 0),
         ("max_stored_bytes", 0),
     ):
-        if (value := getattr(args, name)) is not None and value < low:
+        if (value := getattr(args, name)) is not None and not value >= low:  # nan is not
             raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at least {low}")
+        if value is not None and name.endswith("_seconds") and value > MOST_SECONDS:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, expected at most {MOST_SECONDS:g}")
+    for origin in args.allowed_origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise ValueError(f"--allowed-origins has {origin}, expected * or an origin such as https://example.com")
     if (url := args.otlp_traces_endpoint) is not None:
-        if not url.startswith(("http://", "https://")):
+        if not re.match("https?://[^/]", url):
             raise ValueError(f"--otlp-traces-endpoint is {url}, expected a URL such as http://localhost:4318/v1/traces")
         try:
             import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
@@ -268,12 +277,9 @@ def api_key(flag: str | None) -> str | None:
     """Return the key that clients must send: of the flag, else of the environment, where other users cannot read it.
 
     Raises:
-        ValueError: it is empty, as a secret that was not filled in.
+        ValueError: it is empty, as a secret that was not filled in, or no header can have it.
     """
-    source, key = ("--api-key", flag) if flag is not None else (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))
-    if key == "":
-        raise ValueError(f"{source} is empty, expected a key")
-    return key
+    return checked_key(flag, "--api-key", KEY_VARIABLE)
 
 
 def sampling_defaults(model: Any, source: str) -> dict[str, Any]:
@@ -310,7 +316,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
             listener.bind(address)
             opened.pop_all()
             return listener
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that is none
         raise ValueError(f"--host is {host} and --port {port}, expected an address to listen on ({error})") from error
 
 

@@ -25,6 +25,8 @@ from .tuning_flags import apply_tuning
 if TYPE_CHECKING:
     from ..engine import Draft
 
+OF_MODELS = ("num-steps", "eagle-topk")  # options of drafts with a model
+WITH_DRAFT = (*OF_MODELS, "num-draft-tokens", "adaptive")  # of any draft
 UNION_NODES = 48  # of a union with the n-gram index, by default
 # Options of drafts that say how they are stored, and their flags.
 STORED_BY = {"draft_weights": "draft-model-quantization", "kv_dtype": "draft-kv-cache-dtype"}
@@ -44,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculative-num-steps", type=int, metavar="N", help="draft steps per round (5; all of a block)"
     )
     parser.add_argument(
-        "--speculative-eagle-topk", type=int, metavar="K", help="branches per step (8 on a GPU, 1, a chain, on the CPU)"
+        "--speculative-eagle-topk",
+        type=int,
+        metavar="K",
+        help="branches per step (8 on a GPU, 1, a chain, on the CPU)",
     )
     parser.add_argument(
         "--speculative-num-draft-tokens",
@@ -151,7 +156,7 @@ def choose(args: argparse.Namespace) -> Chosen:
     `args.tuning` fills what the flags leave open, and sets `args.model` to its target.
 
     Raises:
-        ValueError, OSError: what `read_tuning` and `draft_of` refuse.
+        ValueError, OSError: flags that the algorithm does not use, and what `read_tuning` and `draft_of` refuse.
     """
     import torch
     from transformers.utils import logging
@@ -163,6 +168,7 @@ def choose(args: argparse.Namespace) -> Chosen:
 
     logging.disable_progress_bar()
     on_gpu = str(args.device or default_device()).startswith("cuda")
+    given = {flag for flag in WITH_DRAFT if getattr(args, f"speculative_{flag.replace('-', '_')}") not in (None, False)}
     if args.tuning:
         tuning = read_tuning(args.tuning, "--tuning")
         apply_tuning(args, tuning)
@@ -181,6 +187,11 @@ def choose(args: argparse.Namespace) -> Chosen:
     if algorithm is None and head is not None:
         algorithm = algorithm_of(local_folder(model_path(head), "--speculative-draft-model-path"))
     algorithm = algorithm or ("EAGLE3" if args.model is None and on_gpu else "NGRAM")
+    for flag in WITH_DRAFT:
+        if flag in given and (algorithm == "NONE" or (algorithm == "NGRAM" and flag in OF_MODELS)):
+            value = getattr(args, f"speculative_{flag.replace('-', '_')}")
+            what = "is set" if value is True else f"is {value}"
+            raise ValueError(f"--speculative-{flag} {what}, expected none for {algorithm}")
     if algorithm.startswith("EAGLE3") and head is None and args.model is None:
         head = tiny_model("eagle3")
     if isinstance(head, str):
@@ -212,12 +223,13 @@ def draft_of(args: argparse.Namespace, algorithm: str, head: Any, *, topk: int) 
     nodes = args.speculative_num_draft_tokens
     model: dict[str, Any] = {
         "num_steps": 5 if args.speculative_num_steps is None else args.speculative_num_steps,
-        "topk": args.speculative_eagle_topk or topk,
+        "topk": topk if args.speculative_eagle_topk is None else args.speculative_eagle_topk,
         "num_nodes": nodes,
     }
     if model_part(algorithm) in BLOCK_ALGORITHMS:  # depth costs nothing, and a tree may have any width
         model["num_steps"] = args.speculative_num_steps
-        model["topk"] = args.speculative_eagle_topk or (1 if topk == 1 else None)
+        if args.speculative_eagle_topk is None:
+            model["topk"] = 1 if topk == 1 else None
     for option, flag in STORED_BY.items():
         if value := getattr(args, f"speculative_{flag.replace('-', '_')}", None):
             if model_part(algorithm) not in ("EAGLE3", *BLOCK_ALGORITHMS):
@@ -243,7 +255,8 @@ def own_draft(args: argparse.Namespace, path: str) -> Callable[[Any], Draft]:
         ValueError: there is no such class.
     """
     flags = {"num_steps": "num_steps", "topk": "eagle_topk", "num_nodes": "num_draft_tokens", "corpus": "ngram_corpus"}
-    given = {name: value for name, flag in flags.items() if (value := getattr(args, f"speculative_{flag}", None))}
+    read = {name: getattr(args, f"speculative_{flag}", None) for name, flag in flags.items()}
+    given = {name: value for name, value in read.items() if value is not None and value != []}
     own_class = draft_class(path)
 
     def make(model: Any) -> Draft:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import add_flag
+from .arguments import add_flag, at_least
 from .engine_flags import add_engine_flags
 from .optional_dependencies import guarded, require, unwritable
 from .speculative_flags import add_draft_to_examine, read_draft_to_examine
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .tune_measure import Measured
 
 SWEEPS = ("batch", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+OF_MODELS = {"speculative_num_steps": "1,2,3,5,7", "speculative_eagle_topk": "1,4,8"}  # of drafts with a model alone
 BAR = 36  # characters of the longest bar
 
 
@@ -41,7 +42,6 @@ def add_parser(subparsers: Subparsers) -> None:
         parser,
         "--speculative-num-steps",
         "--num-steps",
-        default="1,2,3,5,7",
         metavar="N",
         help="draft steps per round to try (1,2,3,5,7)",
     )
@@ -49,7 +49,6 @@ def add_parser(subparsers: Subparsers) -> None:
         parser,
         "--speculative-eagle-topk",
         "--topk",
-        default="1,4,8",
         metavar="K",
         help="branches per step to try (1,4,8)",
     )
@@ -65,7 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--max-new-tokens", type=int, default=96, metavar="N", help="tokens to generate for each request (96)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=300.0, metavar="S", help="start no measurement after this time (300)"
+        "--seconds", type=at_least(0.0), default=300.0, metavar="S", help="start no measurement after this time (300)"
     )
     add_engine_flags(parser, "--kv-cache-dtype", "--dtype", "--device", "--tp", "--disable-custom-all-reduce")
     parser.add_argument("--out", metavar="FILE", help="write the measurements and the best options as JSON")
@@ -84,6 +83,12 @@ def tune(args: argparse.Namespace) -> int:
     from .tune_measure import measure
 
     read_draft_to_examine(args)
+    algorithm = args.speculative_algorithm or ("" if args.speculative_draft_model_path else "NGRAM")
+    for name, default in OF_MODELS.items():
+        if (value := getattr(args, name)) is None:
+            setattr(args, name, default)
+        elif algorithm == "NGRAM" or ":" in algorithm:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}, expected none for {algorithm}")
     for name in SWEEPS:
         setattr(args, name, rising(getattr(args, name), "--" + name.replace("_", "-")))
     if args.out and unwritable(args.out):

@@ -189,8 +189,8 @@ def measure(args: argparse.Namespace, now: Callable[[], float] = time.monotonic)
     part = model_part(algorithm)
     takes_either = part in IN_TARGET or ":" in algorithm
     if (folder is None) == (part in CHECKPOINT_ALGORITHMS) and not takes_either:
-        expected = "a folder or hub id" if folder is None else "none"
-        raise ValueError(f"--speculative-draft-model-path is {path}, expected {expected} for {algorithm}")
+        what, expected = ("missing", "a folder or hub id") if folder is None else (path, "none")
+        raise ValueError(f"--speculative-draft-model-path is {what}, expected {expected} for {algorithm}")
     model: Any = args.model
     drafts = nodes_alone(nodes)
     if part in MODEL_ALGORITHMS:

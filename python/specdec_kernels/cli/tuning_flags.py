@@ -23,4 +23,4 @@ def apply_tuning(args: argparse.Namespace, tuning: dict[str, Any]) -> None:
     options = tuning.get("recommended") or {}
     for flag, key in (("num_steps", "num_steps"), ("eagle_topk", "topk"), ("num_draft_tokens", "num_nodes")):
         if getattr(args, f"speculative_{flag}") is None:
-            setattr(args, f"speculative_{flag}", options.get(key))
+            setattr(args, f"speculative_{flag}", options.get(key) or None)  # 0: the draft has no such option

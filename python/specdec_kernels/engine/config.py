@@ -51,7 +51,7 @@ class Machine(NamedTuple):
             device = torch.device(device)
         except RuntimeError:  # torch lists the backends of all accelerators
             raise ValueError(f"Engine: device is {device}, expected cpu or cuda") from None
-        if device.type not in ("cpu", "cuda"):
+        if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
             raise ValueError(f"Engine: device is {device}, expected cpu or cuda")
         if device.type == "cpu":
             return cls(device, host_bytes())

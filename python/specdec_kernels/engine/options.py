@@ -197,6 +197,8 @@ class EngineOptions:
             if hint is not Any:
                 check_kind(f"Engine: {name}", getattr(self, name), hint)
             check_name(f"Engine: {name}", getattr(self, name))
+            if getattr(self, name) == "" and name in ("adapter", "tokenizer", "tuning", "trace"):
+                raise ValueError(f"Engine: {name} is '', expected a path or None")
         is_one = hasattr(self.tokenizer, "decode") and not isinstance(self.tokenizer, bytes | bytearray)
         if not (isinstance(self.tokenizer, str | Path | None) or is_one):
             kind = type(self.tokenizer).__name__

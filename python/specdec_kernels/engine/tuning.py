@@ -39,10 +39,7 @@ def read_tuning(source: TuningSource, name: str = "Engine: tuning") -> dict[str,
         what, tuning = f"{name} is a dict", dict(source)
     else:
         what = f"{name} is {source}"
-        try:
-            text = read_text(source, name)
-        except UnicodeDecodeError:
-            text = ""
+        text = read_text(source, name)
         try:
             tuning = json.loads(text)
         except (ValueError, RecursionError):  # nested too deep

@@ -121,6 +121,9 @@ def engine_and_folders(text: str) -> tuple[str, list[str]]:
     engine, _, folders = text.partition("=")
     if engine not in ENGINES or not folders:
         raise argparse.ArgumentTypeError(f"{text!r} is not ENGINE=FOLDER, of {', '.join(ENGINES)}")
+    for folder in folders.split(os.pathsep):
+        if not os.path.isdir(folder):
+            raise argparse.ArgumentTypeError(f"{text!r} has {folder!r}, expected existing folders")
     return engine, folders.split(os.pathsep)
 
 
@@ -147,6 +150,19 @@ def run(args: argparse.Namespace) -> int:
         return refuse(f"--short is {args.short}, expected less than --output {args.output}", COMMAND)
     if (code := refuse_files(args, COMMAND)) is not None:
         return code
+    for flag in ("path", "options"):
+        engines = [engine for engine, _ in getattr(args, flag)]
+        for engine in engines:
+            if engines.count(engine) > 1:
+                return refuse(f"--{flag} is given twice for {engine}, expected once", COMMAND)
+            if engine not in args.engines:
+                return refuse(f"--{flag} is given for {engine}, expected an engine of --engines", COMMAND)
+    for flag in ("out", "logs"):
+        if (folder := getattr(args, flag)) is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError:
+                return refuse(f"--{flag} is {folder}, expected a folder that can be made", COMMAND)
     try:
         found = modules.engine_comparison.compare_engines(comparison_of(args, device), args.command_line)
     except ValueError as error:

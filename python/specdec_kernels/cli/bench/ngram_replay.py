@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..arguments import CommandParser, at_least, integers
+from ..arguments import CommandParser, allow_empty, at_least, integers
 from ..optional_dependencies import require
 from ..progress import progress
 from . import modules
@@ -13,6 +13,7 @@ from .output import add_json, refuse, refuse_files, show
 
 COMMAND = "bench ngram-replay"
 MIN_TOKENS = 32  # of a document
+MOST_NODES, MOST_TOKENS = 256, 1 << 29  # of a tree with its root; of the index, half of its room
 
 EPILOG = """\
 A token file is a NumPy file (.npy) or plain little-endian int32 (.i32, .bin), with tokens below 0 between documents. A
@@ -38,7 +39,7 @@ def add_command(bench: CommandParser) -> None:
         epilog=EPILOG,
     )
     parser.add_argument("file", type=Path, help="token file, text file or folder")
-    parser.add_argument("--suffix", default="", help="suffix of the files to read in a folder (all)")
+    allow_empty(parser.add_argument("--suffix", default="", help="suffix of the files to read in a folder (all)"))
     parser.add_argument(
         "--drafts", type=integers(1), default=[8, 16, 32], metavar="N", help="nodes without the root (8,16,32)"
     )
@@ -58,16 +59,22 @@ def add_command(bench: CommandParser) -> None:
     )
     parser.add_argument("--mode", choices=["tree", "chain"], default="tree", help="shape of the drafts (tree)")
     parser.add_argument(
-        "--own-weight", type=float, default=4.0, metavar="W", help="weight of matches in the request's own text (4)"
+        "--own-weight",
+        type=at_least(0.0, 256.0),
+        default=4.0,
+        metavar="W",
+        help="weight of matches in the request's own text (4)",
     )
     parser.add_argument(
         "--recency",
-        type=float,
+        type=at_least(1e-6, 1.0),
         default=1.0,
         metavar="R",
         help="factor on the weight of a match for each newer match of the same n-gram (1)",
     )
-    parser.add_argument("--min-prob", type=float, default=0.0, metavar="P", help="least probability of a draft (0)")
+    parser.add_argument(
+        "--min-prob", type=at_least(0.0, 1.0), default=0.0, metavar="P", help="least probability of a draft (0)"
+    )
     parser.add_argument("--baselines", action="store_true", help="other packages' drafters as well")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -86,6 +93,10 @@ def run(args: argparse.Namespace) -> int:
         documents = [d for d in replay.read_documents(args.file, args.suffix) if len(d) >= MIN_TOKENS]
     except OSError as error:
         return refuse(f"{args.file} cannot be read ({error.strerror})", COMMAND)
+    if max(args.drafts) >= MOST_NODES:
+        return refuse(f"--drafts has {max(args.drafts)}, expected at most {MOST_NODES - 1}", COMMAND)
+    if args.warm and max(args.warm) > MOST_TOKENS:
+        return refuse(f"--warm has {max(args.warm)}, expected at most {MOST_TOKENS}", COMMAND)
     if not documents:
         return refuse(f"{args.file} has no document of {MIN_TOKENS} tokens or more", COMMAND)
     text = replay.Text(documents[: -args.requests], documents[-args.requests :], args.prompt, args.output)

@@ -58,6 +58,8 @@ WORDS = {
     "product": ("queries", "outputs"),
 }
 
+OF_MEASUREMENTS = (*NUMBERS, *WORDS, "json", "quick", "full", "between_layers", "device")  # flags
+
 EPILOG = """\
 benchmarks:
   OP ...                  time ops; `all`: every op; `specdec bench` lists them with their parameters
@@ -142,9 +144,13 @@ def run(args: argparse.Namespace) -> int:
     if not require("bench", "bench", ["torch", "rich"]):
         return 2
     cases, overhead = modules.cases.CASES, modules.call_overhead
+    if args.quick and args.full:
+        return refuse("--quick is set, expected not with --full")
     if not args.ops:
         if args.baseline:
             return refuse(f"--baseline {args.baseline} needs an op or a recorded run to compare")
+        if flag := first_given(args, *OF_MEASUREMENTS, "plot", "threshold"):
+            return refuse(f"{flag}, expected not without an op")
         list_ops(cases, overhead.NAME)
         return 0
     if (code := refuse_files(args)) is not None:
@@ -180,10 +186,20 @@ def show_recorded(args: argparse.Namespace) -> int:
         run_record = modules.record.read_record(args.ops[0])
     except (OSError, ValueError) as error:
         return refuse(str(error))
+    if flag := first_given(args, *OF_MEASUREMENTS):
+        return refuse(f"{flag}, expected not with a recorded run")
     show(run_record)
     if args.plot:
         modules.plot.plot(run_record, args.plot)
     return compare(args, run_record)
+
+
+def first_given(args: argparse.Namespace, *names: str) -> str:
+    """Return the first flag of these that is given, for an error; "" if none is."""
+    for name in names:
+        if (value := getattr(args, name)) not in (None, False):
+            return f"{option(name)} is {'set' if value is True else 'given'}"
+    return ""
 
 
 def list_ops(cases: dict[str, Any], overhead: str) -> None:

@@ -14,6 +14,7 @@ from ..optional_dependencies import require, unwritable
 from ..table import print_table
 from . import modules
 
+THRESHOLD = 5.0  # percent
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 NO_CUDA = "--device cuda needs a CUDA build of specdec_kernels and a GPU that torch can use"
 
@@ -49,7 +50,6 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threshold",
         type=at_least(0.0),
-        default=5.0,
         metavar="PERCENT",
         help="a result is slower than the baseline if it takes this much longer (5)",
     )
@@ -63,6 +63,8 @@ def refuse(message: str, command: str = "bench") -> int:
 
 def refuse_files(args: argparse.Namespace, command: str = "bench") -> int | None:
     """Return the exit code if files of the run cannot be read or written; reads the baseline."""
+    if getattr(args, "threshold", None) is not None and not args.baseline:
+        return refuse(f"--threshold is {args.threshold:g}, expected none without --baseline", command)
     for flag in ("json", "plot"):
         file = getattr(args, flag, None)
         if file and (why := unwritable(file)):
@@ -127,7 +129,8 @@ def compare(args: argparse.Namespace, run: dict[str, Any], command: str = "bench
     names = before["machine"]["name"], run["machine"]["name"]
     if names[0] != names[1]:
         print(f"the baseline is of another machine: {names[0]}, here {names[1]}", file=sys.stderr)
-    slower = [change for change in found if change.slower > args.threshold / 100]
+    threshold = THRESHOLD if args.threshold is None else args.threshold
+    slower = [change for change in found if change.slower > threshold / 100]
     print(f"baseline {args.baseline}, {before['date']}, specdec_kernels {before['specdec_kernels']['commit'] or ''}")
     rows = [
         [

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from ..arguments import CommandParser
-from ..optional_dependencies import require
+from ..optional_dependencies import require, unwritable
 from . import modules
+from .output import refuse
 
 PACKAGES = ["torch", "matplotlib"]
 
@@ -32,5 +33,16 @@ def run(args: argparse.Namespace) -> int:
     if not require(f"bench {name}", "bench", PACKAGES):
         return 2
     write = {"report": modules.report.write_report, "headline": modules.headline.write_headline}[name]
-    write(args.results, args.output)
+    suffix = {"report": ".md", "headline": ".svg"}[name]
+    if args.output.suffix != suffix:
+        return refuse(f"output is {args.output}, expected a file's name in {suffix}", f"bench {name}")
+    if not any(args.results.glob("*.json")):
+        return refuse(f"results is {args.results}, expected a folder with records", f"bench {name}")
+    try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        if why := unwritable(args.output):
+            return refuse(f"output is {args.output}, which {why}", f"bench {name}")
+        write(args.results, args.output)
+    except (OSError, ValueError) as error:  # of a file that is no record
+        return refuse(str(error), f"bench {name}")
     return 0

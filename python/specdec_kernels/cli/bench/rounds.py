@@ -236,6 +236,8 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
     place = place_of(args.tp)
     if place is not None and place.by_torchrun and device.type == "cuda":
         torch.cuda.set_device(place.device(device, device))
+    if args.disable_custom_all_reduce and (args.tp or 1) == 1:
+        raise ValueError("--disable-custom-all-reduce is set, expected only with --tp above 1")
     shape = args.shape or ("qwen3-8b" if device.type == "cuda" else "tiny")
     small = shape.startswith("tiny")
     shape = shape if args.layers is None else f"{shape}:{args.layers}"
@@ -247,12 +249,14 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
             if value:
                 raise ValueError(f"--accept is {args.accept}, expected none with {flag}")
     dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    names = args.algorithm or ("none", "chain", "tree")
+    if set(names) == {"none"}:
+        expect_no_drafting(args)
     given = {
         "num_steps": args.speculative_num_steps,
         "topk": args.speculative_eagle_topk,
         "num_nodes": args.speculative_num_draft_tokens,
     }
-    names = args.algorithm or ("none", "chain", "tree")
     if args.speculative_draft_model_path and not any(":" in name for name in names):
         raise ValueError(
             f"--speculative-draft-model-path is {args.speculative_draft_model_path}, expected none without a class of "
@@ -297,6 +301,14 @@ def round_setups(args: argparse.Namespace, device: Any) -> list[Any]:
         )
         setups.append(setup)
     return setups
+
+
+def expect_no_drafting(args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag of drafts, where there is none."""
+    flags = ("acceptance", "accept", "drafter", "context_decay", "draft_weights", "speculative_num_steps")
+    for name in (*flags, "speculative_eagle_topk", "speculative_num_draft_tokens"):
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} is given, expected not with --algorithm none alone")
 
 
 def own_drafting(args: argparse.Namespace, name: str, shape: str) -> Any:

@@ -69,13 +69,24 @@ def run(args: argparse.Namespace) -> int:
         return refuse(NO_CUDA, COMMAND)
     if (code := refuse_files(args, COMMAND)) is not None:
         return code
-    record = modules.record
+    record, rounds = modules.record, modules.round
     results: list[Any] = []
-    measured = modules.server.measure_server(setups_of(args, device), args.concurrency, args.json_clients, args.repeats)
-    for result in measured:
-        results.append(result)
-        if args.json:  # what has been measured survives a later failure
-            record.write_record(record.record(results, device, None, args.command_line), args.json)
+    setups, most = setups_of(args, device), max(*args.concurrency, args.json_clients)
+    for setup in setups:
+        needed, free = rounds.memory_needed(setup, most), rounds.free_memory(device)
+        if needed > free:
+            return refuse(
+                f"{setup.shape} needs about {needed / 1e9:.1f} GB for weights and KV of {most} clients, and "
+                f"{device.type} has {free / 1e9:.1f} GB free: another --shape, fewer --concurrency",
+                COMMAND,
+            )
+    try:
+        for result in modules.server.measure_server(setups, args.concurrency, args.json_clients, args.repeats):
+            results.append(result)
+            if args.json:  # what has been measured survives a later failure
+                record.write_record(record.record(results, device, None, args.command_line), args.json)
+    except ValueError as error:  # what the engine refuses, by name
+        return refuse(str(error), COMMAND)
     show(record.record(results, device, None, args.command_line))
     wrong = [result for result in results if result.error]
     for result in wrong:

@@ -100,10 +100,7 @@ def file_tokens(file: str | Path, context: DraftContext) -> list[int]:
     """Return the tokens of a text file, without special tokens."""
     if context.tokenizer is None:
         raise ValueError(f"Ngram: corpus is given, expected none ({context.no_tokenizer})")
-    try:
-        text = read_text(file, "Ngram: corpus")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"Ngram: corpus has {file}, expected text in UTF-8") from error
+    text = read_text(file, "Ngram: corpus")
     tokens: list[int] = context.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if tokens and not 0 <= min(tokens) <= max(tokens) < context.vocab_size:
         raise ValueError(

@@ -83,6 +83,9 @@ def local_folder(model: str | Path, name: str) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
     except HFValidationError as error:
         raise ValueError(f"{name} is {str(model)!r}, expected an existing folder or a hub id") from error
+    except OSError as error:  # of the hub or the network
+        reason = " ".join(str(error).split())
+        raise OSError(f"{name} is {model}, expected an existing folder or a hub id ({reason})") from error
 
 
 def expect_kind(model: str | Path | nn.Module, wanted: Kind, name: str) -> None:

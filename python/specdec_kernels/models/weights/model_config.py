@@ -146,8 +146,8 @@ def read_values(source: str | Path, what: str) -> dict[str, Any]:
         values, _ = PretrainedConfig.get_config_dict(str(source))
         if not isinstance(values, dict):
             raise TypeError(f"it is a {type(values).__name__}")
-    except OSError:
-        raise
+    except OSError as error:
+        raise OSError(f"{what} has no config that can be read ({in_a_line(error)})") from error
     except Exception as error:
         raise ValueError(f"{what} has a config that transformers refuses ({in_a_line(error)})") from error
     return values
