@@ -81,8 +81,8 @@ int sharing_clusters(const AttentionShape& shape, int64_t max_kv_len, int tile_r
 //   up to 128 rows                                  16384
 //   more                                            10240
 //
-// With head_dim 256, where a block has an SM to itself, 16-bit pools and up to 4352 KV rows; up to 64 rows and with short
-// KV in at most a third as many clusters as there are SMs.
+// With head_dim 256, where a block has an SM to itself, 16-bit pools and up to 4352 KV rows; up to 64 rows and with
+// short KV in at most a third as many clusters as there are SMs.
 bool use_clusters(const AttentionShape& shape, int64_t max_kv_len, const Device& device, int sharing) {
   if (shape.fixed_split) return false;
   const int64_t rows = shape.rows(), tiles = tiles_of(rows, 64), clusters = shape.pairs() * tiles;
