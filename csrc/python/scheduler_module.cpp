@@ -202,24 +202,25 @@ void add_scheduler(py::module_& m) {
       .def_readwrite("switch_margin", &BudgetConstants::switch_margin);
   py::class_<Budget>(m, "Budget", "chooses how many rows rounds get")
       .def(py::init([](const RoundCosts& costs, int64_t accept_width, int64_t max_idle_rounds,
-                       const BudgetConstants& constants) {
-             auto budget =
-                 std::make_unique<Budget>(costs.batches, costs.rows, accept_width, max_idle_rounds, constants);
+                       const BudgetConstants& constants, std::vector<std::vector<int64_t>> drafted) {
+             auto budget = std::make_unique<Budget>(costs.batches, costs.rows, accept_width, max_idle_rounds, constants,
+                                                    std::move(drafted));
              budget->set_costs(costs);
              return budget;
            }),
-           "costs"_a, "accept_width"_a, "max_idle_rounds"_a = 0, "constants"_a = BudgetConstants())
+           "costs"_a, "accept_width"_a, "max_idle_rounds"_a = 0, "constants"_a = BudgetConstants(),
+           "drafted"_a = std::vector<std::vector<int64_t>>())
       .def("next_level", &Budget::next_level, "size_index"_a, "num_requests"_a, "kv_rows"_a, "draft_lag"_a = 0.0)
       .def("update_cost", &Budget::update_cost, "size_index"_a, "level"_a, "num_requests"_a, "kv_rows"_a, "us"_a)
       .def(
           "update_gain",
-          [](Budget& budget, size_t size_index, double num_requests, const std::vector<double>& predicted,
+          [](Budget& budget, size_t size_index, size_t level, double num_requests, const std::vector<double>& predicted,
              const std::vector<double>& observed) {
             const auto count = static_cast<int64_t>(predicted.size());
             Check("update_gain").range("observed (how many)", static_cast<int64_t>(observed.size()), 1, count);
-            budget.update_gain(size_index, num_requests, predicted, observed);
+            budget.update_gain(size_index, level, num_requests, predicted, observed);
           },
-          "size_index"_a, "num_requests"_a, "predicted"_a, "observed"_a)
+          "size_index"_a, "level"_a, "num_requests"_a, "predicted"_a, "observed"_a)
       .def("expected_tokens", &Budget::expected_tokens, "size_index"_a, "level"_a, "num_requests"_a);
   using Cache = scheduler::PrefixCache;
   const auto locked = [](Cache& cache, Cache::Node* node) {

@@ -81,25 +81,29 @@ double GainModel::gain_at(double rows) const {
 }
 
 Budget::Budget(const std::vector<int64_t>& batch_sizes, std::vector<std::vector<int64_t>> levels, int64_t accept_width,
-               int64_t max_idle_rounds, const BudgetConstants& constants)
+               int64_t max_idle_rounds, const BudgetConstants& constants, std::vector<std::vector<int64_t>> drafted)
     : constants_(constants),
       batch_sizes_(batch_sizes),
       levels_(std::move(levels)),
       max_idle_rounds_(static_cast<double>(max_idle_rounds)),
+      drafted_(std::move(drafted)),
       gain_(max_rows_per_request(batch_sizes, levels_), accept_width, constants),
       last_level_(levels_.size()) {}
 
 void Budget::set_costs(RoundCosts costs) { model_.emplace(std::move(costs)); }
 
-// Returns the rows that each request has. A level of one row per place of the batch has no room for drafts, even if
-// fewer requests than places take part.
-double Budget::rows_per_request(size_t size_index, size_t level, double num_requests) const {
+// Returns the rows that each request has at a level, of the nodes that are drafted at `drafted_level`. A level of one
+// row per place of the batch has no room for drafts, even if fewer requests than places take part. With fewer requests
+// there is room for more nodes than are drafted: rows without a node gain nothing, which says nothing of larger trees.
+double Budget::rows_per_request(size_t size_index, size_t level, double num_requests, size_t drafted_level) const {
   const int64_t rows = levels_[size_index][level];
-  return rows == batch_sizes_[size_index] ? 1 : static_cast<double>(rows) / num_requests;
+  if (rows == batch_sizes_[size_index]) return 1;
+  const double each = static_cast<double>(rows) / num_requests;
+  return drafted_.empty() ? each : std::min(each, static_cast<double>(drafted_[size_index][drafted_level]));
 }
 
 double Budget::expected_tokens(size_t size_index, size_t level, double num_requests) const {
-  return 1 + gain_.gain_at(rows_per_request(size_index, level, num_requests));
+  return 1 + gain_.gain_at(rows_per_request(size_index, level, num_requests, level));
 }
 
 // Returns what catching up now costs, beyond what the draft owes anyway: a draft with a larger lag has to catch up
@@ -193,13 +197,13 @@ void Budget::update_cost(size_t size_index, size_t level, double num_requests, d
   if (model_) model_->update(size_index, level, num_requests, kv_rows, us);
 }
 
-void Budget::update_gain(size_t size_index, double num_requests, std::span<const double> predicted,
+void Budget::update_gain(size_t size_index, size_t level, double num_requests, std::span<const double> predicted,
                          std::span<const double> observed) {
   std::vector<double> rows, predicted_each, observed_each;
-  for (size_t level = 0; level < predicted.size(); ++level) {
-    rows.push_back(rows_per_request(size_index, level, num_requests));
-    predicted_each.push_back(predicted[level] / num_requests);
-    if (level < observed.size()) observed_each.push_back(observed[level] / num_requests);
+  for (size_t i = 0; i < predicted.size(); ++i) {
+    rows.push_back(rows_per_request(size_index, i, num_requests, level));
+    predicted_each.push_back(predicted[i] / num_requests);
+    if (i < observed.size()) observed_each.push_back(observed[i] / num_requests);
   }
   gain_.update(num_requests, rows, predicted_each, observed_each);
 }

@@ -54,9 +54,11 @@ class Budget {
  public:
   // `levels[i]` are the budget levels of batch_sizes[i], in rows, as in RoundCosts. A request accepts at most
   // `accept_width` tokens per round. If `max_idle_rounds` > 0, a draft that has been skipped for that many rounds must
-  // catch up before it can be skipped again.
+  // catch up before it can be skipped again. `drafted` are the most nodes that are drafted for a request at each level;
+  // empty: as many as the level has rows.
   Budget(const std::vector<int64_t>& batch_sizes, std::vector<std::vector<int64_t>> levels, int64_t accept_width,
-         int64_t max_idle_rounds = 0, const BudgetConstants& constants = {});
+         int64_t max_idle_rounds = 0, const BudgetConstants& constants = {},
+         std::vector<std::vector<int64_t>> drafted = {});
 
   // Sets measured costs. Until then every round uses the highest level.
   void set_costs(RoundCosts costs);
@@ -75,16 +77,16 @@ class Budget {
   // Records the duration of a round in microseconds.
   void update_cost(size_t size_index, size_t level, double num_requests, double kv_rows, double us);
 
-  // Records predicted and observed gains, summed over the requests, of the levels that a round reports, from the lowest
-  // on. `observed` may be shorter, but not empty.
-  void update_gain(size_t size_index, double num_requests, std::span<const double> predicted,
+  // Records predicted and observed gains, summed over the requests, of the levels that a round of this level reports,
+  // from the lowest on. `observed` may be shorter, but not empty.
+  void update_gain(size_t size_index, size_t level, double num_requests, std::span<const double> predicted,
                    std::span<const double> observed);
 
   // Returns the expected tokens per request for a round at this level, the bonus token included.
   double expected_tokens(size_t size_index, size_t level, double num_requests) const;
 
  private:
-  double rows_per_request(size_t size_index, size_t level, double num_requests) const;
+  double rows_per_request(size_t size_index, size_t level, double num_requests, size_t drafted_level) const;
   size_t level_to_explore(std::span<const double> us, size_t best) const;
   std::optional<size_t> level_to_retime(size_t size_index, size_t best, std::span<const double> us,
                                         std::span<const double> tokens) const;
@@ -94,6 +96,7 @@ class Budget {
   const std::vector<int64_t> batch_sizes_;
   const std::vector<std::vector<int64_t>> levels_;
   const double max_idle_rounds_;
+  const std::vector<std::vector<int64_t>> drafted_;
   GainModel gain_;
   std::optional<CostModel> model_;
   std::vector<size_t> last_level_;  // by size index, explorations left out

@@ -503,7 +503,7 @@ void Scheduler::update_budget(const Round& round) {
   if (gains.requests <= 0 || gains.predicted.empty()) return;
   gains.predicted.resize(round.predicted + 1);
   gains.observed.resize(round.observed + 1);
-  budget_.update_gain(round.size, static_cast<double>(gains.requests), gains.predicted, gains.observed);
+  budget_.update_gain(round.size, round.level, static_cast<double>(gains.requests), gains.predicted, gains.observed);
 }
 
 // Returns the requests of a round that have not ended since, in the order of its rows.

@@ -34,7 +34,7 @@ Scheduler::Scheduler(const Config& config, Executor& executor, const RingMemory&
       commands_(commands, {config.max_batch(), config.num_slots, config.max_stops}),
       results_(results, {config.accept_width, config.num_levels(), config.max_logprobs}),
       recorder_(traces, config.all_rows()),
-      budget_(config.batch_sizes, config.rows, config.accept_width, config.max_idle_rounds),
+      budget_(config.batch_sizes, config.rows, config.accept_width, config.max_idle_rounds, {}, config.drafted),
       slots_(config.num_slots),
       prefix_(config.prefix_cache ? config.num_pages : 0, config.page_size, config.num_snapshots, config.lookahead),
       last_batch_(config.max_batch()),

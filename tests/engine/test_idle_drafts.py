@@ -432,9 +432,9 @@ def test_idle_costs_what_catching_up_takes_in_the_end() -> None:
     for cost, level in ((30.0, 0), (200.0, 1)):
         made = budget(cost)
         for _ in range(200):
-            made.update_gain(0, 1, [0.0, 0.0], [0.0, 0.0])  # forgets the guess that all drafts are right
+            made.update_gain(0, 1, 1, [0.0, 0.0], [0.0, 0.0])  # forgets the guess that all drafts are right
         for _ in range(300):
-            made.update_gain(0, 1, [0.0, 0.05], [0.0, 0.05])
+            made.update_gain(0, 1, 1, [0.0, 0.05], [0.0, 0.05])
         assert made.next_level(0, 1, 0, 16) == level
 
 
@@ -457,14 +457,14 @@ def test_exploration_pays_for_catch_up(catch_up: float) -> None:
     """Drafts that are all wrong are tried all the same, and all of it takes 2 % at most."""
     made, backlog, tried, us = budget(catch_up, drafting=100.0), 0, 0, 0.0
     for _ in range(200):
-        made.update_gain(0, 1, [0.0, 0.0], [0.0, 0.0])
+        made.update_gain(0, 1, 1, [0.0, 0.0], [0.0, 0.0])
     for _ in range(20_000):
         level = made.next_level(0, 1, 0, backlog)
         if backlog and (level or backlog == 16):
             us, backlog = us + catch_up, 0
         us += 100 + 100 * level
         made.update_cost(0, level, 1, 0, 100.0 + 100.0 * level)
-        made.update_gain(0, 1, [0.0, 0.0][: level + 1], [0.0, 0.0][: level + 1])
+        made.update_gain(0, level, 1, [0.0, 0.0][: level + 1], [0.0, 0.0][: level + 1])
         tried, backlog = tried + level, 0 if level else backlog + 1
     assert tried > 100
     assert us < 1.02 * 20_000 * (100 + catch_up / 16)

@@ -145,7 +145,7 @@ def test_the_budget_expects_what_comes(size: int, domain: str, temperature: floa
             chosen.add(level)
         shown = min(level, last) + 1
         budget.update_cost(size, level, batch, 0, US[size][level])
-        budget.update_gain(size, batch, gains[0, :shown].tolist(), gains[1, :shown].tolist())
+        budget.update_gain(size, level, batch, gains[0, :shown].tolist(), gains[1, :shown].tolist())
         roots, last = (roots + emitted.to(INT)) % TEXT, level
     assert expected == pytest.approx(came, rel=0.03)
     assert max(chosen) > 0

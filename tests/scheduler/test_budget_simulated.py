@@ -51,7 +51,7 @@ class Machine:
             us = self.cost(batch, rows[level]) * self.rng.uniform(0.99, 1.01)
             self.budget.update_cost(self.size, level, batch, kv_rows, us)
             shown = min(level, self.last) + 1
-            self.budget.update_gain(self.size, batch, scores[:shown], true[:shown])
+            self.budget.update_gain(self.size, level, batch, scores[:shown], true[:shown])
             self.last = level
             self.us += us
             self.tokens += batch * (1 + gains[level])
@@ -176,7 +176,7 @@ def test_budget_with_alternating_batch_sizes(period: int) -> None:
             level = budget.next_level(size, batch, 0)
             shown = [batch * gain(kind, r / batch) for r in rows[: min(level, last) + 1]]
             budget.update_cost(size, level, batch, 0, us_of(batch, rows[level]))
-            budget.update_gain(size, batch, shown, shown)
+            budget.update_gain(size, level, batch, shown, shown)
             last = level
             chosen.append((size, level))
             spent += us_of(batch, rows[level])
@@ -220,16 +220,31 @@ def test_budget_corrects_gains_above_level(size: int) -> None:
     gains = [batch * gain("code", r / batch) for r in rows]
     below = len(rows) // 2
     for _ in range(200):
-        budget.update_gain(size, batch, gains, [0.5 * g for g in gains[: below + 1]])
+        budget.update_gain(size, below, batch, gains, [0.5 * g for g in gains[: below + 1]])
     for level in range(len(rows)):
         assert budget.expected_tokens(size, level, batch) == pytest.approx(1 + 0.5 * gains[level] / batch, rel=0.07)
+
+
+def test_fewer_requests_than_places_say_nothing_of_nodes_that_were_not_drafted() -> None:
+    """They share the rows of a level, which has then more of them for each than nodes are drafted."""
+    drafted = [[rows // batch + 1 for rows in each] for batch, each in zip(BATCHES, ROWS, strict=True)]
+    budget = Budget(RoundCosts(BATCHES, ROWS, US), WIDTH, drafted=drafted)
+    rows, top, level = ROWS[1], len(ROWS[1]) - 1, 2
+    for _ in range(200):
+        gains = [8 * gain("code", r / 8) for r in rows]
+        budget.update_gain(1, top, 8, gains, gains)
+    for _ in range(400):
+        gains = [0, *(3 * gain("code", min(r / 3, drafted[1][level])) for r in rows[1 : level + 2])]
+        budget.update_gain(1, level, 3, gains, gains[: level + 1])
+    assert budget.expected_tokens(1, top, 8) == pytest.approx(1 + gain("code", rows[top] / 8), rel=0.03)
+    assert budget.expected_tokens(1, level, 3) == pytest.approx(1 + gain("code", drafted[1][level]), rel=0.03)
 
 
 def test_what_a_round_shows_is_as_much_as_it_is_expected() -> None:
     budget = Machine(1, us_of).budget
     for predicted, observed in (([], []), ([1.0], []), ([1.0], [1.0, 2.0])):
         with pytest.raises(ValueError, match=r"^update_gain: observed \(how many\) is"):
-            budget.update_gain(1, 8, predicted, observed)
+            budget.update_gain(1, 0, 8, predicted, observed)
 
 
 # --- golden figures
