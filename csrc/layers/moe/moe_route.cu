@@ -2,8 +2,9 @@
 //
 // Selection: one warp per row. Lanes hold the scores as ordered integers; those of all but the best groups are removed;
 // top_k times, the maximum over all lanes is found and removed. Sorting: one block, by counting. Each warp owns a
-// contiguous range of pairs, counts them by expert, and derives from all warps' counts where to put them. Few rows take
-// one launch, whose block selects and sorts; with many rows or experts, a first kernel of many blocks selects.
+// contiguous range of pairs, counts them by expert, and derives from all warps' counts where to put them. With few
+// pairs, each pair and each expert counts the pairs before it instead, without barriers. Few rows take one launch,
+// whose block selects and sorts; with many rows or experts, a first kernel of many blocks selects.
 //
 // Scores are read once. With few rows latency dominates: about thirty instructions per selected expert.
 #include <algorithm>
@@ -16,7 +17,8 @@ namespace specdec::layers {
 namespace {
 
 constexpr int kSortThreads = 1024, kSelectThreads = 256;
-constexpr int kFewRows = 16, kFewExperts = 512;      // a warp for each row
+constexpr int kFewRows = 16, kFewExperts = 512;  // a warp for each row
+constexpr int kFewPairs = 64;
 constexpr int kFewThreads = kFewExperts + kMaxTopK;  // a thread for each expert, shared ones included
 constexpr int kMaxCounts = 8192;                     // warps * experts
 static_assert(kMaxCounts >= kMaxExperts && kSortThreads >= kMaxExperts && kFewThreads >= kFewRows * kWarp);
@@ -167,6 +169,25 @@ __device__ void sort_pairs(const MoeRouteParams& p, ExpertOf expert_of) {
   }
 }
 
+// Sort few pairs by expert; called by a block. expert_of(pair) returns a pair's expert.
+template <class ExpertOf>
+__device__ void sort_few_pairs(const MoeRouteParams& p, ExpertOf expert_of) {
+  const int experts = static_cast<int>(p.all_experts()), pairs = static_cast<int>(p.pairs());
+  const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  for (int expert = thread; expert < experts; expert += threads) {
+    int end = 0;
+    for (int pair = 0; pair < pairs; ++pair) end += expert_of(pair) <= expert;
+    p.expert_ends[expert] = end;
+  }
+  for (int pair = thread; pair < pairs; pair += threads) {
+    const int expert = expert_of(pair);
+    int place = 0;
+    for (int other = 0; other < pairs; ++other)
+      place += expert_of(other) < expert || (expert_of(other) == expert && other < pair);
+    p.sorted_pairs[place] = pair;
+  }
+}
+
 template <class T, int kScoresPerLane, bool kSigmoid>
 __global__ void __launch_bounds__(kFewThreads) route_few_kernel(MoeRouteParams p) {
   __shared__ uint16_t topk_ids[kFewRows * kMaxTopK];
@@ -176,7 +197,8 @@ __global__ void __launch_bounds__(kFewThreads) route_few_kernel(MoeRouteParams p
     select_experts<T, kScoresPerLane, kSigmoid>(
         p, row, [&](int j, int expert) { topk_ids[row * columns + j] = static_cast<uint16_t>(expert); });
   __syncthreads();
-  sort_pairs(p, [&](int pair) { return static_cast<int>(topk_ids[pair]); });
+  const auto expert_of = [&](int pair) { return static_cast<int>(topk_ids[pair]); };
+  p.pairs() <= kFewPairs ? sort_few_pairs(p, expert_of) : sort_pairs(p, expert_of);
 }
 
 template <class T, int kScoresPerLane, bool kSigmoid>
