@@ -36,7 +36,7 @@ class Attention:
     q_factors: Tensor | None = None
     # [heads * head_dim, in], or [heads, in] for one gate a head; the sigmoid of its output multiplies attention's.
     gate: Projection | None = None
-    num_gates: int = 0  # heads of such gates after those of qkv: all query heads, without `gate`
+    num_gates: int = 0  # heads of such gates that follow in qkv's output, one for each query head; instead of `gate`
     cache: LayerKv = field(init=False)
 
     @property
