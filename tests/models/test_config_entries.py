@@ -75,6 +75,7 @@ def test_config_is_read_or_the_entry_named(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:Engine.* its modules run, which is slower:RuntimeWarning")
 @pytest.mark.parametrize("family", known_families())
 def test_engine_runs_or_names_the_entry(family: str, tmp_path: Path) -> None:
     config = family_config(family)

@@ -332,6 +332,15 @@ def test_config_of_a_hybrid_with_a_size_of_another_type_is_refused(tmp_path: Pat
     assert refusal(folder) == f"model: zamba2 has mamba_headdim [7, 7], {why}"
 
 
+def test_lists_of_a_hybrid_that_no_layer_can_have_are_refused(tmp_path: Path) -> None:
+    hybrid_module("zamba2").save_pretrained(tmp_path / "whole")
+    folder = changed(tmp_path / "whole", tmp_path / "x", hybrid_layer_ids=[7, 7])
+    assert refusal(folder) == "model: hybrid_layer_ids is [7, 7], expected [1, 2, 4] (layers_block_type)"
+    hybrid_module("bamba").save_pretrained(tmp_path / "bamba")
+    folder = changed(tmp_path / "bamba", tmp_path / "y", time_step_limit=[float("nan"), 1.0])
+    assert refusal(folder) == f"model: {folder} has time_step_limit (nan, 1.0), expected numbers"
+
+
 def test_tied_heads_and_rotations_are_no_fault(tmp_path: Path) -> None:
     folder = save_random_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
     assert "lm_head.weight" not in tensor_names(folder)

@@ -131,6 +131,12 @@ class Zamba2(Mamba2Hybrid):
         config = self.config
         return RecurrenceSpec(config.mamba_ngroups, config.n_mamba_heads, config.mamba_d_state, config.mamba_headdim)
 
+    def check(self, name: str = "model") -> None:
+        super().check(name)
+        expected = [index for index, kind in enumerate(self.types) if kind == "hybrid"]
+        if (ids := self.config.hybrid_layer_ids) != expected:
+            raise ValueError(f"{name}: hybrid_layer_ids is {ids!r}, expected {expected} (layers_block_type)")
+
     def division(self) -> dict[str, Any]:
         raise ValueError(f"model: {self.model_type} is not divided among ranks (its layers share transformers)")
 

@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any
 
 import torch
@@ -71,6 +71,8 @@ def check_entries(config: Any, what: str) -> None:
             value = getattr(part, entry.name)
             if isinstance(value, float) and not isfinite(value):
                 raise ValueError(f"{what} has {entry.name} {value!r}, expected a finite number")
+            if isinstance(value, list | tuple) and any(isinstance(each, float) and isnan(each) for each in value):
+                raise ValueError(f"{what} has {entry.name} {value!r}, expected numbers")
             if type(value) is int and abs(value) > MOST:
                 raise ValueError(f"{what} has {entry.name} {value!r}, expected an integer of 32 bits")
         for name in POSITIVE:
