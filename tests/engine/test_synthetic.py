@@ -269,10 +269,12 @@ def test_rounds_of_weights_in_fewer_bits(weights: str, tmp_path: Path) -> None:
     assert stored["flops"] == dense["flops"] and stored["bytes"] < dense["bytes"]
 
 
-def test_rounds_of_draft_weights_in_8_bits_read_half_of_their_bytes(tmp_path: Path) -> None:
-    command = ["bench", "round", "--device", "cpu", "--quick", "--accept", "3.5", "--output", "30"]
+def test_rounds_of_draft_weights_in_8_bits_read_half_of_their_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "round", "--device", "cpu", "--quick", "--output", "30"]
     record = tmp_path / "round.json"
-    options = ["none,chain,dspark_chain", "--draft-weights", "none,fp8,fp8-head"]
+    options = ["none,chain,dspark_chain", "--accept", "3.5", "--draft-weights", "none,fp8,fp8-head"]
     assert main([*command, "--algorithm", *options, "--json", str(record)]) == 0
     plain, *chains = json.loads(record.read_text())["results"]
     target, *sizes = (r["facts"]["weight_bytes"] for r in (plain, *chains))
@@ -284,9 +286,10 @@ def test_rounds_of_draft_weights_in_8_bits_read_half_of_their_bytes(tmp_path: Pa
     assert own < 0.3 * head and all_own == own  # elements of one byte in place of four, and their scales
     drafter, own, whole = (size - target for size in sizes[3:])
     assert whole < 0.3 * drafter < own  # its LM head is the target's
-    assert main([*command, "--algorithm", "none", "--draft-weights", "fp8", "--json", str(record)]) == 0
-    (alone,) = json.loads(record.read_text())["results"]
-    assert alone["params"] == plain["params"] and alone["facts"]["weight_bytes"] == target
+    assert "draft_weights" not in plain["params"]
+    assert main([*command, "--algorithm", "none", "--draft-weights", "fp8"]) == 2
+    message = "specdec bench round: --draft-weights is given, expected not with --algorithm none alone\n"
+    assert capsys.readouterr().err.endswith(message)
 
 
 def test_bench_of_a_block_drafter_shares_it_and_ends_after_the_whole_text() -> None:
